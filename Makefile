@@ -1,0 +1,37 @@
+# Two commands: `make run` (the whole pipeline on SmolLM2, CPU) and `make test`. Both set up .venv first, once.
+PYTHON ?= python3
+PARAMETERS ?= parameters/smollm2-cpu.yaml
+BIN := .venv/bin
+
+.PHONY: setup run test lab lint bench lock
+
+setup: .venv/.ready
+
+.venv/.ready: requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+run: setup
+	$(BIN)/eagle3 run $(PARAMETERS)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lab: setup
+	$(BIN)/jupyter lab
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+
+bench: setup
+	for script in benchmarks/*.py; do $(BIN)/python $$script; done
+
+# After a change of dependencies in pyproject.toml: pin every version anew.
+lock: setup
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-find-links --extra dev pyproject.toml -o requirements.lock

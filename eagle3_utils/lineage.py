@@ -1,0 +1,63 @@
+"""What each stage reads: the one table behind "a stage whose inputs changed refuses to run and says which".
+
+An input is the output of an earlier stage of the same run, a file named in the parameters, or the target itself; each
+is known by a content hash.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle3_utils import runs
+from eagle3_utils.config import StageConfig
+from eagle3_utils.errors import UserError
+from eagle3_utils.target import load_target
+
+# stage → {input name: (earlier stage, its output)}
+UPSTREAM: dict[str, dict[str, tuple[str, str]]] = {
+    "00_generate_responses": {},
+    "01_merge_data": {"responses": ("00_generate_responses", "responses")},
+    "02_patch_and_probe": {"corpus": ("01_merge_data", "corpus")},
+    "03_extract_hidden_states": {"corpus": ("01_merge_data", "corpus"), "probe": ("02_patch_and_probe", "probe")},
+    "04_train_draft": {"corpus": ("01_merge_data", "corpus"), "states": ("03_extract_hidden_states", "states")},
+    "05_evaluate_acceptance": {
+        "states": ("03_extract_hidden_states", "states"),
+        "draft": ("04_train_draft", "draft"),
+    },
+    "06_inspect_hidden_states": {"states": ("03_extract_hidden_states", "states")},
+}
+
+
+def stage_inputs(config: StageConfig) -> dict[str, str]:
+    """Name → content hash of everything the stage reads.
+
+    Raises
+    ------
+    UserError
+        When an earlier stage it needs is not done, or a file named in the parameters does not exist.
+    """
+    inputs = {"target": load_target(config.model, config.trust_remote_code).fingerprint}
+    for name, (stage, output) in UPSTREAM[config.stage].items():
+        if name == "responses" and not _reads_responses(config):
+            continue
+        inputs[name] = runs.output_of(config, stage, output)
+    for path in _files(config):
+        inputs[f"file {path}"] = runs.hash_files([runs.resolve_path(path)])
+    return inputs
+
+
+def _reads_responses(config: StageConfig) -> bool:
+    """Stage 01 needs stage 00 only when a source of its own reads this run's responses."""
+    return any("{data}" in str(source.get("path", "")) for source in config.sources)
+
+
+def _files(config: StageConfig) -> list[str]:
+    paths: list[str] = []
+    for field in ("prompts", "earlier_responses", "decontaminate_with"):
+        paths += getattr(config, field, None) or []
+    sources: list[dict[str, Any]] = getattr(config, "sources", None) or []
+    paths += [source["path"] for source in sources if "path" in source and "{data}" not in source["path"]]
+    for path in paths:
+        if not runs.resolve_path(path).exists():
+            raise UserError("no such file or folder", f"{config.stage}: {path}", exit_code=2)
+    return [path for path in paths if runs.resolve_path(path).is_file()]

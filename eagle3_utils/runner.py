@@ -1,0 +1,243 @@
+"""`eagle3 run`: the notebooks of a run, one after the other, under papermill.
+
+A stage that is done for these parameters and inputs is skipped; one that was done for others refuses. Ctrl-C and
+SIGTERM interrupt the kernel and wait for it, so that it saves its work and stops its servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import yaml
+from jupyter_client.manager import KernelManager
+from nbclient.exceptions import DeadKernelError
+from nbconvert import HTMLExporter
+from papermill.exceptions import PapermillExecutionError
+
+from eagle3_utils import runs
+from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_named, stage_parameters
+from eagle3_utils.errors import UserError
+from eagle3_utils.lineage import UPSTREAM, stage_inputs
+
+_KERNEL_STOP_SECONDS = 180  # a checkpoint and the stop of a large server fit in here
+
+
+def stage_range(start: str | None, end: str | None, only: str | None) -> list[str]:
+    """The stages from `start` to `end`, both included, or `only` one; numbers or names."""
+    names = list(STAGES)
+    if only:
+        return [stage_named(only)]
+    first = names.index(stage_named(start)) if start else 0
+    last = names.index(stage_named(end)) if end else len(names) - 1
+    if first > last:
+        raise UserError(f"--from {start} comes after --to {end}", exit_code=2)
+    return names[first : last + 1]
+
+
+def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str], force: bool = False) -> Path:
+    """Run the stages of a parameters file; returns the run folder.
+
+    Raises
+    ------
+    UserError
+        When the parameters are wrong (before anything starts), another runner is at work in the run folder, a
+        finished stage does not fit these parameters, or a notebook fails.
+    """
+    parameters = read_parameters(parameters_path, overrides)
+    flat = {stage: stage_parameters(parameters, stage) for stage in STAGES}
+    configs = {stage: STAGES[stage].parse(flat[stage], str(parameters_path)) for stage in STAGES}
+    for stage in stages:
+        check_notebook(stage, flat[stage])
+    run_folder = runs.resolve_path(configs[stages[0]].run_dir)
+    with _sole_runner(run_folder), _Interrupts() as interrupts:
+        made: set[str] = set()
+        for stage in stages:
+            # What follows from a stage that was just made again is made again too.
+            follows = any(upstream in made for upstream, _ in UPSTREAM[stage].values())
+            if _is_current(configs[stage], run_folder, force or follows):
+                print(f"{stage}: done already", flush=True)
+                continue
+            _execute(stage, flat[stage], run_folder, interrupts)
+            made.add(stage)
+    return run_folder
+
+
+def notebook_path(stage: str) -> Path:
+    """The notebook of a stage, in the repository's notebooks/ folder."""
+    return runs.repo_root() / "notebooks" / f"{stage}.ipynb"
+
+
+def check_notebook(stage: str, values: dict[str, Any]) -> None:
+    """Every key must be an annotated variable of the notebook's `parameters` cell (papermill would only warn)."""
+    known = papermill.inspect_notebook(str(notebook_path(stage)))
+    for key in values:
+        if key not in known:
+            raise UserError(f"parameter {key!r} is not in the notebook's parameters cell", f"notebooks/{stage}.ipynb")
+        if known[key]["inferred_type_name"] == "None":
+            raise UserError(f"parameter {key!r} has no type annotation", f"notebooks/{stage}.ipynb")
+
+
+def _is_current(config: StageConfig, run_folder: Path, force: bool) -> bool:
+    done = runs.read_done(run_folder, config.stage)
+    if done is None or force:
+        return False
+    problem = runs.why_not_current(done, config, stage_inputs(config))
+    if problem:
+        raise UserError(
+            f"{config.stage} is done, but not for these parameters: {problem}",
+            str(run_folder / config.stage / "DONE.json"),
+            f"make it again with --from {config.stage[:2]} --force, or use another run_dir",
+        )
+    return True
+
+
+def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _Interrupts) -> None:
+    folder = run_folder / stage
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "DONE.json").unlink(missing_ok=True)
+    (folder / "parameters.yaml").write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    print(f"{stage}: running, log in {folder / 'run.log'}", flush=True)
+    output = folder / "notebook.ipynb"
+    kernel = KernelManager(kernel_name="python3", transport="ipc", shutdown_wait_time=_KERNEL_STOP_SECONDS)
+    kernel.kernel_spec.argv[0] = sys.executable  # this environment, whatever a kernelspec elsewhere says
+    interrupts.kernel = kernel
+    try:
+        papermill.execute_notebook(
+            str(notebook_path(stage)), str(output), parameters=values, kernel_name="python3", km=kernel,
+            cwd=str(runs.repo_root()), progress_bar=False, stdout_file=sys.stdout, stderr_file=sys.stderr,
+        )  # fmt: skip
+    except (PapermillExecutionError, DeadKernelError) as error:
+        if interrupts.received:
+            raise KeyboardInterrupt from None
+        raise UserError(_why(error), f"notebooks/{stage}.ipynb", f"see {folder / 'notebook.html'}") from None
+    finally:
+        interrupts.kernel = None
+        if kernel.has_kernel:
+            kernel.shutdown_kernel()
+        _write_html(output)
+    if not (folder / "DONE.json").is_file():
+        raise UserError(f"the notebook ended without finishing its stage: no {folder / 'DONE.json'}")
+
+
+def _why(error: PapermillExecutionError | DeadKernelError) -> str:
+    """A user's mistake in its own words; anything else with its class, since it is a defect."""
+    if isinstance(error, DeadKernelError):
+        return "the notebook's kernel died (killed, or out of memory?)"
+    return error.evalue if error.ename == "UserError" else f"{error.ename}: {error.evalue}"
+
+
+def _write_html(notebook: Path) -> None:
+    if not notebook.is_file():
+        return
+    body, _ = HTMLExporter().from_notebook_node(nbformat.read(notebook, as_version=4))
+    notebook.with_suffix(".html").write_text(body)
+
+
+@contextlib.contextmanager
+def _sole_runner(run_folder: Path) -> Iterator[None]:
+    """Hold the run folder's lock; the kernel drops it when this process dies, however it dies."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    with open(run_folder / "runner.pid", "a+") as file:
+        if not _lock(file):
+            file.seek(0)
+            raise UserError(f"another runner (pid {file.read().strip()}) is at work here", str(run_folder))
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+class _Interrupts:
+    """SIGINT and SIGTERM of the runner, passed on to the kernel at work as SIGINT.
+
+    The cell that runs there raises KeyboardInterrupt, cleans up and ends; papermill then reports the cell as failed,
+    so nothing is torn down under it. Sent again, the signal is passed on again.
+    """
+
+    def __init__(self):
+        self.received, self.kernel = False, None
+
+    def __enter__(self) -> _Interrupts:
+        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, signum, frame) -> None:
+        self.received = True
+        if self.kernel is None or not self.kernel.has_kernel:
+            raise KeyboardInterrupt
+        print("interrupted: waiting for the notebook to save its work and stop its servers", flush=True)
+        os.kill(self.kernel.provisioner.pid, signal.SIGINT)
+
+
+def detach(parameters_path: Path, arguments: list[str]) -> tuple[int, Path]:
+    """Start `eagle3 run` again in a session of its own; returns its pid and its log file."""
+    parameters = read_parameters(parameters_path)
+    stage = next(iter(STAGES))
+    config = STAGES[stage].parse(stage_parameters(parameters, stage), str(parameters_path))
+    log = runs.resolve_path(config.run_dir) / "runner.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "eagle3_utils.cli", *(word for word in arguments if word != "--detach")]
+    with open(log, "a") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process.pid, log
+
+
+def stop(run_folder: Path, timeout_seconds: float = 2 * _KERNEL_STOP_SECONDS) -> int:
+    """Ask the runner of a run folder to end, and wait until it has; returns its pid.
+
+    Raises `UserError` when none is at work there, or it does not end in time.
+    """
+    with open(run_folder / "runner.pid", "a+") as file:
+        if _lock(file):
+            raise UserError("no runner is at work here", str(run_folder))
+        file.seek(0)
+        pid = int(file.read())
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + timeout_seconds
+        while not _lock(file):
+            if time.monotonic() > deadline:
+                raise UserError(f"pid {pid} has not ended after {timeout_seconds:.0f} s", str(run_folder))
+            time.sleep(0.5)
+    return pid
+
+
+def _lock(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]:
+    """The folders of a run that `eagle3 clean` would remove, each with its bytes."""
+    data = next((Path(done["data"]) for stage in STAGES if (done := runs.read_done(run_folder, stage))), None)
+    folders = [(data or run_folder / "data") / "hidden_states"]
+    if not states_only:
+        folders = [folder for folder in (data, run_folder) if folder]
+    unique = [folder for folder in dict.fromkeys(folders) if folder.exists()]
+    return [(folder, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())) for folder in unique]
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of a run."""
+    shutil.rmtree(folder)

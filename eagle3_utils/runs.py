@@ -1,0 +1,189 @@
+"""Run folders: where a stage works, how it says how far it is, and how it proves that it is done.
+
+    outputs/RUN/STAGE/{notebook.ipynb, notebook.html, parameters.yaml, metrics.json, progress.json, run.log, DONE.json}
+
+`DONE.json` is written last and atomically; it carries the hash of the stage's config, of its inputs and of its
+outputs. Nothing else makes a stage done: papermill leaves the cells of a killed notebook marked `completed`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from eagle3_utils.config import StageConfig
+from eagle3_utils.errors import UserError
+
+# Keys that say how a stage runs, not what it makes: changing them does not undo a finished stage.
+_HOW_KEYS = {"run_dir", "data_root", "port", "startup_timeout_seconds", "server_python", "server_urls",
+             "server_dump_dirs", "num_concurrent", "loader_workers"}  # fmt: skip
+_VERSIONED = ("sglang", "torch", "transformers", "h5py", "numpy", "eagle3-utils")
+
+
+def repo_root() -> Path:
+    """The folder that holds `notebooks/` and `eagle3_utils/`, from the working directory upwards, else this file's."""
+    here = Path.cwd().resolve()
+    for folder in (here, *here.parents):
+        if (folder / "notebooks").is_dir() and (folder / "eagle3_utils").is_dir():
+            return folder
+    return Path(__file__).resolve().parents[1]
+
+
+def resolve_path(path: str | Path) -> Path:
+    """An absolute path; a relative one counts from the repository root, so notebooks work from any folder."""
+    return (repo_root() / Path(path).expanduser()).resolve()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically: a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def hash_files(paths: Iterable[Path]) -> str:
+    """xxh3-128 of the files' names and contents, in the order of their names."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(map(Path, paths), key=lambda path: path.name):
+        digest.update(path.name.encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """xxh3-128 of a JSON value in canonical form."""
+    return xxhash.xxh3_128(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_done(run_folder: Path, stage: str) -> dict | None:
+    """A finished stage's `DONE.json`, or None."""
+    path = run_folder / stage / "DONE.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def config_values(config: StageConfig) -> dict[str, Any]:
+    """The parameters that decide what a stage makes."""
+    return {key: value for key, value in config.model_dump(mode="json").items() if key not in _HOW_KEYS}
+
+
+def data_folder(config: StageConfig) -> Path:
+    """Where corpus, hidden states and draft of a run live."""
+    return resolve_path(config.data_root) if config.data_root else resolve_path(config.run_dir) / "data"
+
+
+def output_of(config: StageConfig, stage: str, name: str) -> str:
+    """The content hash of what an earlier stage of the same run made.
+
+    Raises `UserError` when that stage is not done.
+    """
+    done = read_done(resolve_path(config.run_dir), stage)
+    if done is None:
+        raise UserError(
+            f"{config.stage} needs {stage}, which is not done", config.run_dir, f"run it first: notebooks/{stage}.ipynb"
+        )
+    return done["outputs"][name]
+
+
+def why_not_current(done: dict, config: StageConfig, inputs: dict[str, str]) -> str | None:
+    """Why a finished stage does not stand for this config and these inputs; None when it does."""
+    wanted, had = config_values(config), done["config"]
+    for key in sorted(wanted.keys() | had.keys()):
+        if wanted.get(key) != had.get(key):
+            return f"parameter {key} is now {wanted.get(key)!r}, it was made with {had.get(key)!r}"
+    for name in sorted(inputs.keys() | done["inputs"].keys()):
+        if inputs.get(name) != done["inputs"].get(name):
+            return f"input {name} is now {inputs.get(name)}, it was made with {done['inputs'].get(name)}"
+    return None
+
+
+class Stage:
+    """A stage at work: its folders, its log, its progress, its end. Made by `open_stage`."""
+
+    def __init__(self, config: StageConfig, inputs: dict[str, str]):
+        self.config, self.inputs = config, inputs
+        self.run_folder = resolve_path(config.run_dir)
+        self.folder = self.run_folder / config.stage
+        self.data = data_folder(config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.data.mkdir(parents=True, exist_ok=True)
+        self.log = _stage_logger(config.stage, self.folder / "run.log")
+        self._started, self._last_progress = time.time(), 0.0
+        self.progress(state="running", force=True)
+
+    def progress(self, *, force: bool = False, min_interval_seconds: float = 2.0, **fields: Any) -> None:
+        """Write `progress.json` (at most every `min_interval_seconds`, unless forced).
+
+        Usual fields: state, done, total, unit, rate, eta_seconds; anything JSON may be added.
+        """
+        now = time.time()
+        if not force and now - self._last_progress < min_interval_seconds:
+            return
+        self._last_progress = now
+        base = {"stage": self.config.stage, "pid": os.getpid(), "started": self._started, "updated": now}
+        write_json(self.folder / "progress.json", base | {"state": "running"} | fields)
+
+    def finish(self, metrics: dict[str, Any], outputs: dict[str, str]) -> None:
+        """Write `metrics.json`, then `DONE.json`: only after this the stage counts.
+
+        Parameters
+        ----------
+        metrics : the figures of the stage, JSON values.
+        outputs : name → content hash of everything later stages read.
+        """
+        write_json(self.folder / "metrics.json", metrics)
+        self.progress(state="done", force=True)
+        done = {
+            "stage": self.config.stage,
+            "config": config_values(self.config),
+            "config_hash": hash_json(config_values(self.config)),
+            "inputs": self.inputs,
+            "outputs": outputs,
+            "data": str(self.data),
+            "versions": {name: metadata.version(name) for name in _VERSIONED} | {"python": sys.version.split()[0]},
+            "started": self._started,
+            "wall_seconds": round(time.time() - self._started, 1),
+        }
+        write_json(self.folder / "DONE.json", done)
+        self.log.info("done in %.0f s", done["wall_seconds"])
+
+
+def open_stage(config: StageConfig, inputs: dict[str, str]) -> Stage:
+    """Begin (or resume) a stage: makes its folder and removes an older `DONE.json`.
+
+    Parameters
+    ----------
+    config : the stage's validated parameters.
+    inputs : name → content hash of what it reads, from `lineage.stage_inputs`.
+    """
+    opened = Stage(config, inputs)
+    (opened.folder / "DONE.json").unlink(missing_ok=True)
+    return opened
+
+
+def _stage_logger(stage: str, path: Path) -> logging.Logger:
+    logger = logging.getLogger(f"eagle3.{stage}")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    for handler in (logging.FileHandler(path), logging.StreamHandler(sys.stdout)):
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+    return logger

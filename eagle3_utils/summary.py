@@ -1,0 +1,92 @@
+"""What a run came to, read from its folders: the table at the end of `eagle3 run`, and `eagle3 status`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from eagle3_utils import runs
+from eagle3_utils.config import STAGES
+
+
+def result_rows(run_folder: Path) -> list[tuple[str, str]]:
+    """(label, value) pairs from the stages' metrics.json; stages that are not done are left out."""
+    metrics = {stage[:2]: _read(run_folder / stage / "metrics.json") for stage in STAGES}
+    rows = []
+    if corpus := metrics["01"]:
+        rows.append(("corpus", f"{corpus['num_samples']:,} samples, {corpus['num_tokens']:,} tokens"))
+    if probe := metrics["02"]:
+        rows.append(("probe", f"{probe['num_gates']} gates, {'passed' if probe['passed'] else 'FAILED'}"))
+    if states := metrics["03"]:
+        rows.append(
+            ("extraction", f"{states['tokens_per_second']:,.0f} tokens/s, {states['bytes_stored'] / 2**30:.2f} GiB")
+        )
+    if draft := metrics["04"]:
+        steps = "  ".join(f"{accuracy:.3f}" for accuracy in draft["validation_accuracy"])
+        rows.append(("validation accuracy by step", steps))
+        rows.append(("  most frequent token", f"{draft['baseline_accuracy']:.3f}"))
+    if evaluation := metrics["05"]:
+        rows.append(("accept length, held-out prompts", f"{evaluation['accept_length']:.2f} (bonus token included)"))
+        for source, length in evaluation["accept_length_by_source"].items():
+            rows.append((f"  {source}", f"{length:.2f}"))
+        rows.append(("output equals plain greedy decoding", "yes" if evaluation["identical"] else "NO"))
+    rows.append(("notebooks and HTML", f"{_short(run_folder)}/*/notebook.{{ipynb,html}}"))
+    return rows
+
+
+def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
+    """One dict per stage: stage, state (done, running, stopped, waiting), and what its progress.json says."""
+    rows = []
+    for stage in STAGES:
+        done, progress = runs.read_done(run_folder, stage), _read(run_folder / stage / "progress.json")
+        if done:
+            rows.append({"stage": stage, "state": "done", "wall_seconds": done["wall_seconds"]})
+        elif progress:
+            state = "running" if _alive(progress["pid"]) else "stopped"
+            rows.append(progress | {"state": state, "age_seconds": round(time.time() - progress["updated"], 1)})
+        else:
+            rows.append({"stage": stage, "state": "waiting"})
+    return rows
+
+
+def format_stage(row: dict[str, Any]) -> str:
+    """One line of `eagle3 status`."""
+    parts = [f"{row['stage']:28} {row['state']:8}"]
+    if row["state"] == "done":
+        parts.append(f"{row['wall_seconds']:.0f} s")
+    if "done" in row and "total" in row:
+        parts.append(f"{row['done']:,}/{row['total']:,} {row.get('unit', '')}")
+    known = {"stage", "state", "pid", "started", "updated", "done", "total", "unit", "age_seconds", "wall_seconds"}
+    parts += [f"{key} {_number(value)}" for key, value in row.items() if key not in known and value is not None]
+    return "  ".join(parts)
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Two aligned columns."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:{width}}  {value}" for label, value in rows)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(runs.repo_root()) if path.is_relative_to(runs.repo_root()) else path
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,84 @@
+"""The command line as a user meets it: exit codes, one-line errors, JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from eagle3_utils import cli
+from eagle3_utils.runs import write_json
+
+COMMANDS = ["run", "stop", "status", "plan", "doctor", "verify", "export", "check-draft", "example-target", "clean"]
+
+
+def call(capsys, *arguments) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0 and "Usage" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "no.yaml"),
+        ("run", "parameters/smoke.yaml", "--only", "nonsense"),
+        ("run", "parameters/smoke.yaml", "--set", "04_train_draft.epochz=1"),
+        ("status", "no/run"),
+        ("verify", "no/store"),
+        ("clean", "no/run"),
+        ("run",),
+    ],
+)
+def test_a_users_mistake_exits_with_2_and_no_traceback(arguments, capsys):
+    code, _, err = call(capsys, *arguments)
+    assert code == 2 and "Traceback" not in err and err.strip()
+
+
+def test_status_as_json(tmp_path, capsys):
+    write_json(tmp_path / "00_generate_responses" / "DONE.json", {"wall_seconds": 1.0})
+    code, out, _ = call(capsys, "status", tmp_path, "--json")
+    assert code == 0 and json.loads(out)[0]["state"] == "done"
+
+
+def test_doctor_as_json(capsys):
+    code, out, _ = call(capsys, "doctor", "--json")
+    assert code == 0 and {row["name"] for row in json.loads(out)} >= {"sglang", "plugin"}
+
+
+def test_clean_says_how_much_and_removes_only_what_was_asked(tmp_path, capsys):
+    states = tmp_path / "data" / "hidden_states"
+    states.mkdir(parents=True)
+    (states / "shard").write_bytes(b"x" * 1024)
+    (tmp_path / "keep").touch()
+    code, out, _ = call(capsys, "clean", tmp_path, "--states", "--yes")
+    assert code == 0 and "GiB" in out
+    assert not states.exists() and (tmp_path / "keep").exists()
+
+
+def test_stop_without_a_runner_says_so(tmp_path, capsys):
+    code, _, err = call(capsys, "stop", tmp_path)
+    assert code == 1 and "no runner is at work here" in err
+
+
+def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
+    parameters = tmp_path / "p.yaml"
+    parameters.write_text(f"shared: {{run_dir: {tmp_path / 'run'}}}\n")
+    command = [sys.executable, "-m", "eagle3_utils.cli", "run", str(parameters), "--detach", "--set", "6.nonsense=1"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "eagle3 stop" in out
+    log = tmp_path / "run" / "runner.log"
+    deadline = time.monotonic() + 120
+    while "eagle3:" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "unknown key 'nonsense'" in log.read_text()

@@ -1,0 +1,91 @@
+"""Run folders: atomic files, DONE.json last, lineage that names what changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle3_utils import runs
+from eagle3_utils.config import InspectConfig, TrainConfig
+from eagle3_utils.errors import UserError
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TrainConfig(run_dir=str(tmp_path / "run"))
+
+
+def test_finish_writes_done_with_hashes_versions_and_time(config):
+    stage = runs.open_stage(config, {"states": "abc"})
+    assert runs.read_done(stage.run_folder, config.stage) is None
+    stage.finish({"loss": 1.5}, {"draft": "def"})
+    done = runs.read_done(stage.run_folder, config.stage)
+    assert done["inputs"] == {"states": "abc"} and done["outputs"] == {"draft": "def"}
+    assert done["versions"]["sglang"] == "0.5.14" and done["wall_seconds"] >= 0
+    assert json.loads((stage.folder / "metrics.json").read_text()) == {"loss": 1.5}
+
+
+def test_opening_a_stage_again_takes_its_done_away(config):
+    runs.open_stage(config, {}).finish({}, {})
+    stage = runs.open_stage(config, {})
+    assert runs.read_done(stage.run_folder, config.stage) is None
+
+
+def test_output_of_an_unfinished_stage_is_an_error_that_names_it(config):
+    with pytest.raises(UserError, match="04_train_draft needs 03_extract_hidden_states, which is not done"):
+        runs.output_of(config, "03_extract_hidden_states", "states")
+
+
+def test_changed_parameter_and_changed_input_are_named(config):
+    stage = runs.open_stage(config, {"states": "abc"})
+    stage.finish({}, {})
+    done = runs.read_done(stage.run_folder, config.stage)
+    assert runs.why_not_current(done, config, {"states": "abc"}) is None
+    other = config.model_copy(update={"epochs": 9.0})
+    assert runs.why_not_current(done, other, {"states": "abc"}).startswith("parameter epochs is now 9.0")
+    assert runs.why_not_current(done, config, {"states": "xyz"}).startswith("input states is now xyz")
+
+
+def test_keys_that_say_how_not_what_leave_a_stage_current(config):
+    stage = runs.open_stage(config, {})
+    stage.finish({}, {})
+    done = runs.read_done(stage.run_folder, config.stage)
+    assert runs.why_not_current(done, config.model_copy(update={"loader_workers": 4}), {}) is None
+
+
+def test_write_json_leaves_the_old_file_when_the_value_cannot_be_written(tmp_path):
+    path = tmp_path / "a.json"
+    runs.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        runs.write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_hash_files_sees_contents_and_names_but_not_order(tmp_path):
+    one, two = tmp_path / "1", tmp_path / "2"
+    one.write_bytes(b"x")
+    two.write_bytes(b"y")
+    before = runs.hash_files([one, two])
+    assert runs.hash_files([two, one]) == before
+    two.write_bytes(b"z")
+    assert runs.hash_files([one, two]) != before
+
+
+def test_relative_paths_count_from_the_repository_root(monkeypatch):
+    from_root = runs.resolve_path("outputs/x")
+    monkeypatch.chdir(runs.repo_root() / "notebooks")
+    assert runs.resolve_path("outputs/x") == from_root
+
+
+def test_data_folder_is_the_runs_own_unless_data_root_says_otherwise(tmp_path):
+    assert runs.data_folder(InspectConfig(run_dir=str(tmp_path))) == tmp_path / "data"
+    assert runs.data_folder(InspectConfig(run_dir=str(tmp_path), data_root="/data/x")).as_posix() == "/data/x"
+
+
+def test_progress_is_throttled_unless_forced(config):
+    stage = runs.open_stage(config, {})
+    stage.progress(done=1, total=9)
+    assert "done" not in json.loads((stage.folder / "progress.json").read_text())
+    stage.progress(done=2, total=9, force=True)
+    assert json.loads((stage.folder / "progress.json").read_text())["done"] == 2

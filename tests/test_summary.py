@@ -1,0 +1,65 @@
+"""The table at the end of a run and `eagle3 status`, from a run folder written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from eagle3_utils import summary
+from eagle3_utils.runs import write_json
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    figures = {
+        "01_merge_data": {"num_samples": 10, "num_tokens": 1234, "supervised_share": 0.5},
+        "02_patch_and_probe": {"num_gates": 9, "passed": True},
+        "03_extract_hidden_states": {"num_samples": 10, "num_tokens": 1234, "tokens_per_second": 900.4,
+                                     "bytes_stored": 3 << 30, "num_failed": 0},
+        "04_train_draft": {"validation_accuracy": [0.5, 0.25], "baseline_accuracy": 0.05, "accept_length": 1.6},
+        "05_evaluate_acceptance": {"accept_length": 1.456, "accept_length_by_source": {"maths": 1.7},
+                                   "identical": True},
+    }  # fmt: skip
+    for stage, metrics in figures.items():
+        write_json(tmp_path / stage / "metrics.json", metrics)
+    return tmp_path
+
+
+def test_the_result_table_has_the_figures_of_every_stage_that_is_done(run_folder):
+    rows = dict(summary.result_rows(run_folder))
+    assert rows["corpus"] == "10 samples, 1,234 tokens"
+    assert rows["extraction"] == "900 tokens/s, 3.00 GiB"
+    assert rows["validation accuracy by step"] == "0.500  0.250"
+    assert rows["accept length, held-out prompts"].startswith("1.46")
+    assert rows["  maths"] == "1.70"
+    (run_folder / "05_evaluate_acceptance" / "metrics.json").unlink()
+    assert not any("accept length" in label for label, _ in summary.result_rows(run_folder))
+
+
+def test_a_failed_probe_and_a_differing_output_stand_out(run_folder):
+    write_json(run_folder / "02_patch_and_probe" / "metrics.json", {"num_gates": 9, "passed": False})
+    write_json(
+        run_folder / "05_evaluate_acceptance" / "metrics.json",
+        {"accept_length": 1.0, "accept_length_by_source": {}, "identical": False},
+    )
+    rows = dict(summary.result_rows(run_folder))
+    assert "FAILED" in rows["probe"] and rows["output equals plain greedy decoding"] == "NO"
+
+
+def test_status_tells_running_from_stopped_by_the_process(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    base = {"updated": 0.0, "started": 0.0, "done": 3, "total": 9, "unit": "samples", "tokens_per_second": 12.5}
+    write_json(tmp_path / "01_merge_data" / "progress.json", base | {"stage": "01_merge_data", "pid": os.getpid()})
+    write_json(tmp_path / "04_train_draft" / "progress.json", base | {"stage": "04_train_draft", "pid": ended.pid})
+    write_json(tmp_path / "00_generate_responses" / "DONE.json", {"wall_seconds": 61.0})
+    states = {row["stage"][:2]: row["state"] for row in summary.stage_rows(tmp_path)}
+    assert states["00"] == "done" and states["01"] == "running" and states["04"] == "stopped"
+    assert states["06"] == "waiting"
+    line = summary.format_stage(summary.stage_rows(tmp_path)[1])
+    assert "3/9 samples" in line and "tokens_per_second 12.5" in line
+    json.dumps(summary.stage_rows(tmp_path))

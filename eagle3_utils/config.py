@@ -52,7 +52,7 @@ class ServingOptions(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     port: int = Field(0, ge=0, le=65535)
     startup_timeout_seconds: float = Field(900.0, gt=0)
-    dtype: str = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     tp_size: int = Field(1, ge=1)
     ep_size: int = Field(1, ge=1)
     dp_size: int = Field(1, ge=1)
@@ -87,6 +87,7 @@ class GenerateConfig(ServingOptions, StageConfig):
     max_new_tokens: int = Field(256, ge=1)
     num_concurrent: int = Field(32, ge=1)
     max_retries: int = Field(5, ge=0)
+    max_failed_fraction: float = Field(0.02, ge=0, le=1)
     request_timeout_seconds: float = Field(600.0, gt=0)
 
 
@@ -104,7 +105,7 @@ class MergeConfig(StageConfig):
     decontaminate_ngram: int = Field(13, ge=3)
     val_fraction: float = Field(0.1, gt=0, lt=1)
     max_rejected_fraction: float = Field(0.05, ge=0, le=1)
-    supervised_share_bounds: list[float] = [0.02, 0.98]
+    supervised_share_bounds: list[float] = Field([0.02, 0.98], min_length=2, max_length=2)
 
 
 class ProbeConfig(ServingOptions, CaptureOptions, StageConfig):
@@ -132,6 +133,7 @@ class ExtractConfig(ServingOptions, CaptureOptions, StageConfig):
     num_pilot_samples: int = Field(16, ge=1)  # stored first, in bf16: the codec is judged and the rate measured on them
     max_codec_kl: float = Field(0.02, ge=0)
     min_codec_agreement: float = Field(0.97, ge=0, le=1)
+    deep_verify: bool = True  # read every stored byte again at the end
     planned: dict[str, float] = {}  # for `eagle3 plan` before model and corpus are here; keys: states/planner.py
 
 
@@ -140,17 +142,18 @@ class TrainConfig(StageConfig):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_gpus: int = Field(1, ge=0)
-    draft_vocab_size: int = Field(8192, ge=1)
+    draft_vocab_size: int = Field(4096, ge=1)
     layer_kind: Literal["llama", "mla"] = "llama"
     intermediate_size: int | None = None
-    ttt_steps: int = Field(7, ge=1)
+    ttt_steps: int = Field(3, ge=1)
     step_weight_decay: float = Field(0.8, gt=0, le=1)
     loss: Literal["soft", "hard", "lk_alpha", "lk_lambda"] = "soft"
     fc_norm: bool = False
     norm_output: bool = False
     init_from: str | None = None
-    epochs: float = Field(2.0, gt=0)
-    max_tokens_per_step: int = Field(2048, ge=16)
+    freeze_lm_head: bool = False
+    epochs: float = Field(1.0, gt=0)
+    max_tokens_per_step: int = Field(1024, ge=16)
     batches_per_step: int = Field(1, ge=1)
     learning_rate: float = Field(1.0e-3, gt=0)
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
@@ -160,24 +163,37 @@ class TrainConfig(StageConfig):
     checkpoint_every_steps: int = Field(50, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     max_nonfinite_in_a_row: int = Field(3, ge=1)
-    loader_workers: int = Field(0, ge=0)
-    compile: bool = False
+    prefetch_batches: int = Field(2, ge=0)
 
 
 class EvaluateConfig(ServingOptions, StageConfig):
     stage: ClassVar[str] = "05_evaluate_acceptance"
 
+    max_val_samples: int = Field(200, ge=2)
+    num_offline_steps: int = Field(7, ge=1)
     prompts: list[str] = ["data/prompts/chat.jsonl", "data/prompts/maths.jsonl", "data/prompts/code.jsonl"]
+    reference_decoding: bool = True
     prompts_per_source: int = Field(8, ge=1)
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(64, ge=2)
     num_steps: int = Field(3, ge=1)
+    topk: int = Field(1, ge=1)
+    num_draft_tokens: int | None = Field(None, ge=2)
+    replay_shapes: list[list[int]] = [[1, 1, 2], [2, 1, 3], [3, 1, 4], [5, 1, 6], [3, 2, 6], [3, 4, 8], [5, 4, 16]]
     served: Literal["auto", "on", "off"] = "auto"
+    served_shapes: list[list[int]] = [[3, 1, 4]]
+    served_concurrency: list[int] = [1, 8, 32]
+    served_prompts_per_source: int = Field(60, ge=1)
+    served_max_new_tokens: int = Field(256, ge=2)
+    parity_tolerance: float = Field(0.02, gt=0)
 
 
 class InspectConfig(StageConfig):
     stage: ClassVar[str] = "06_inspect_hidden_states"
 
     num_samples: int = Field(200, ge=1)
+    massive_ratio: float = Field(100.0, gt=1)
+    spectrum_rows: int = Field(4096, ge=2)
+    max_nonfinite_values: int = Field(0, ge=0)
 
 
 STAGES: dict[str, type[StageConfig]] = {

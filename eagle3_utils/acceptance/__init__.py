@@ -1,0 +1,1 @@
+"""A draft and a target in, acceptance out: reference decoding, offline and served figures, and both compared."""

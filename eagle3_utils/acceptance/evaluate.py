@@ -1,0 +1,229 @@
+"""Stage 05 as a few calls: load what it needs, measure each way, and put the figures together.
+
+work = load(config, stage)
+samples = work.teacher_forced();  decoded = work.decode_held_out();  served_part = work.serve()
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from eagle3_utils import runs
+from eagle3_utils.acceptance import heldout, offline, parity, served
+from eagle3_utils.acceptance.heldout import DecodedPrompt, Prompt
+from eagle3_utils.acceptance.offline import Interval, SampleCounts
+from eagle3_utils.acceptance.speculate import load_reference_model
+from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.config import EvaluateConfig
+from eagle3_utils.corpus.records import read_parquet
+from eagle3_utils.draft.checkpoint import BEST_WEIGHTS
+from eagle3_utils.draft.export import load_draft
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.vocab import vocab_map_of
+from eagle3_utils.errors import UserError
+from eagle3_utils.serving.flags import resolve_device
+from eagle3_utils.states.dataset import PackedBatch
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.target import Target, load_lm_head, load_target, load_tokenizer
+
+ROUNDING = 1e-3  # logits of two float32 forwards of different lengths differ by less
+
+
+@dataclass
+class ServedPart:
+    """The served runs, or why there are none."""
+
+    left_out: str | None = None
+    runs: list[served.ServedRun] = field(default_factory=list)
+
+    def text(self) -> str:
+        """One line for the notebook."""
+        return f"served evaluation left out: {self.left_out}" if self.left_out else f"{len(self.runs)} runs"
+
+    def table(self) -> list[dict[str, Any]]:
+        """`served.table`; empty when left out."""
+        return served.table(self.runs) if self.runs else []
+
+
+class Evaluation:
+    """What the stage works on: target, draft in float32, validation store, held-out prompts."""
+
+    def __init__(self, config: EvaluateConfig, stage: runs.Stage):
+        self.config, self.stage = config, stage
+        self.target: Target = load_target(config.model, config.trust_remote_code)
+        self.tokenizer = load_tokenizer(self.target)
+        self.device = resolve_device(config)
+        self.draft_folder: Path = stage.data / "draft" / "export"
+        self.draft = load_draft(self.draft_folder, self.target, self.device, torch.float32)
+        self.reader = StoreReader(stage.data / "hidden_states" / "val")
+        if tuple(self.reader.meta.aux_layers) != tuple(sorted(self.draft.config.aux_layers)):
+            raise UserError(
+                f"the draft takes layers {list(self.draft.config.aux_layers)}, "
+                f"the store holds {self.reader.meta.aux_layers}", str(self.draft_folder), "train or extract again",
+            )  # fmt: skip
+        self.shape = TreeShape(config.num_steps, config.topk, config.num_draft_tokens)
+
+    def __str__(self) -> str:
+        draft = self.draft.config
+        return (
+            f"draft {self.draft_folder}: layers {list(draft.aux_layers)}, vocabulary {draft.draft_vocab_size:,} of "
+            f"{draft.vocab_size:,}\n{len(self.reader)} validation samples; device {self.device}"
+        )
+
+    @cached_property
+    def model(self):
+        """The target in PyTorch, float32; loaded when first used."""
+        return load_reference_model(self.target, torch.float32, self.device)
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        """The target's output head over the draft's vocabulary and the rest."""
+        head = load_lm_head(self.target).to(self.device, torch.float32)
+        return Teacher(head, self.draft.target_ids, self.target)
+
+    def trained_draft(self) -> DraftModel:
+        """The draft as training left it, not as it was exported: weights, layers and RoPE of the training."""
+        weights = self.stage.data / "draft" / BEST_WEIGHTS
+        if not weights.is_file():
+            self.stage.log.warning("%s is not there: parity trusts the exported draft", weights)
+            return self.draft
+        layers = tuple(self.reader.meta.aux_layers)
+        config = replace(self.draft.config, aux_layers=layers, rope=self.target.rope)
+        draft = DraftModel(
+            config, vocab_map_of(self.draft.target_ids.cpu(), config.vocab_size), self.draft.embed_tokens
+        )
+        draft.load_state_dict(load_file(weights))
+        return draft.to(self.device, torch.float32).eval()
+
+    def prompts(self, per_source: int, max_new_tokens: int) -> list[Prompt]:
+        """Held-out prompts that leave room for an answer."""
+        room = min(self.config.max_seq_len, self.target.max_position_embeddings) - max_new_tokens
+        paths = [runs.resolve_path(path) for path in self.config.prompts]
+        return heldout.read_prompts(paths, self.tokenizer, per_source, room)
+
+    def teacher_forced(self) -> list[SampleCounts]:
+        """Counts over the validation store."""
+        records = read_parquet(self.stage.data / "corpus" / "train.parquet")
+        baseline_id = offline.most_frequent_draft_id(self.draft, records)
+        batches = offline.one_by_one(self.reader, self.config.max_val_samples, self.config.seed)
+        total = min(len(self.reader), self.config.max_val_samples)
+        progress = self._progress("teacher-forced", total)
+        return offline.count_samples(
+            self.draft, self.teacher, batches, self.config.num_offline_steps, baseline_id, progress
+        )
+
+    def decode_held_out(self) -> list[DecodedPrompt]:
+        """Every held-out prompt decoded plainly and with the draft; none when ``reference_decoding`` is off."""
+        config = self.config
+        if not config.reference_decoding:
+            return []
+        prompts = self.prompts(config.prompts_per_source, config.max_new_tokens)
+        stop_ids = heldout.stop_ids_of(self.target, self.tokenizer)
+        progress = self._progress("decoding", len(prompts))
+        return heldout.decode_prompts(
+            self.model, self.draft, prompts, self.shape, config.max_new_tokens, stop_ids, progress
+        )
+
+    def differences(self, decoded: Sequence[DecodedPrompt]) -> list[str]:
+        """A line for every output that the draft changed.
+
+        Raises `UserError` when one differs where the target's choice was clear: then decoding is not lossless.
+        """
+        lines = []
+        for item in decoded:
+            index = item.first_difference
+            if index is None:
+                continue
+            gap = heldout.logit_gap(self.model, item.prompt.input_ids, item.plain.output_ids, index)
+            lines.append(f"{item.prompt.id}: token {index} differs, best logit {gap:.2g} above the second")
+            if gap > ROUNDING:
+                raise UserError("speculative output is not plain greedy's", item.prompt.id, lines[-1])
+        return lines
+
+    def teacher_forced_on(self, decoded: Sequence[DecodedPrompt]) -> list[SampleCounts]:
+        """Counts over the decoded answers themselves, from the PyTorch target's states."""
+        return offline.count_samples(
+            self.draft, self.teacher, self._packed(decoded, self.draft.config.aux_layers), self.config.num_offline_steps
+        )
+
+    def replay_shapes(self, decoded: Sequence[DecodedPrompt]) -> dict[str, Interval]:
+        """Accept length of the decoded answers for every shape of ``config.replay_shapes``."""
+        batches = self._packed(decoded, self.draft.config.aux_layers)
+        lengths = {}
+        progress = self._progress("replay", len(self.config.replay_shapes))
+        for number, numbers in enumerate(self.config.replay_shapes if batches else [], start=1):
+            shape = TreeShape(*numbers)
+            accepted = [heldout.replay(self.draft, batch, shape) for batch in batches]
+            tokens = [int(batch.loss_mask.sum()) - 1 for batch in batches]
+            lengths[served.shape_name(shape)] = offline.ratio_interval(tokens, list(map(len, accepted)))
+            progress(number)
+        return lengths
+
+    def serve(self) -> ServedPart:
+        """SGLang without and with the draft; left out, with the reason, where there is no GPU."""
+        left_out = served.why_not_served(self.config)
+        if left_out:
+            return ServedPart(left_out)
+        self.__dict__.pop("model", None)  # frees the GPU for the servers; loaded again when needed
+        gc.collect()
+        torch.cuda.empty_cache()
+        prompts = self.prompts(self.config.served_prompts_per_source, self.config.served_max_new_tokens)
+        log = self.stage.log.info
+        return ServedPart(
+            runs=served.serve(self.config, self.target, prompts, self.draft_folder, self.stage.folder, log)
+        )
+
+    def parity(self, served_part: ServedPart) -> parity.ParityReport:
+        """Served acceptance beside that of the same tokens replayed here, diagnosed when they disagree."""
+        left_out = served_part.left_out or (None if self.config.reference_decoding else "reference_decoding: off")
+        if left_out:
+            return parity.ParityReport(left_out=left_out)
+        run = next(run for run in served_part.runs if run.shape is not None)
+        prompts = {prompt.id: prompt for prompt in self.prompts(10**9, self.config.served_max_new_tokens)}
+        answers = [answer for answer in run.answers if answer.histogram]
+
+        def batches_of(aux_layers: Sequence[int]) -> list[PackedBatch]:
+            return [
+                heldout.packed_sample(self.model, prompts[answer.prompt_id], answer.output_ids, aux_layers)
+                for answer in answers
+            ]
+
+        draft = self.trained_draft()
+        accepted = [heldout.replay(draft, batch, run.shape) for batch in batches_of(draft.config.aux_layers)]
+        served_accepted = [answer.num_accepted for answer in answers]
+        report = parity.compare(accepted, served_accepted, run.shape.num_steps, self.config.parity_tolerance)
+        if report.passed:
+            return report
+        return parity.diagnose(report, draft, self.target, batches_of, run.shape)
+
+    def _packed(self, decoded: Sequence[DecodedPrompt], aux_layers: Sequence[int]) -> list[PackedBatch]:
+        return [
+            heldout.packed_sample(self.model, item.prompt, item.plain.output_ids, aux_layers)
+            for item in decoded
+            if len(item.plain.output_ids) > 1
+        ]
+
+    def _progress(self, part: str, total: int) -> Callable[[int], None]:
+        started = time.perf_counter()
+
+        def report(done: int) -> None:
+            rate = done / (time.perf_counter() - started)
+            eta_seconds = (total - done) / rate
+            self.stage.progress(done=done, total=total, unit=part, rate=rate, eta_seconds=eta_seconds)
+
+        return report
+
+
+def load(config: EvaluateConfig, stage: runs.Stage) -> Evaluation:
+    """Open everything the stage reads. Raises `UserError` when draft, store and target do not belong together."""
+    return Evaluation(config, stage)

@@ -1,0 +1,244 @@
+"""Held-out prompts through the reference decoder: is the output plain greedy's, and how much is accepted?
+
+    prompts = read_prompts(paths, tokenizer, per_source=8)
+    decoded = [decode_prompt(model, draft, prompt, shape, max_new_tokens=64, stop_ids=stops) for prompt in prompts]
+    accept_lengths(decoded)["all"]       # Σ tokens / Σ verifications, with a 95 % interval over prompts
+
+`replay` gives the accept lengths of any other tree for the same outputs, without running the target again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from eagle3_utils.acceptance.offline import (
+    ALL,
+    NUM_RESAMPLES,
+    Interval,
+    bootstrap_sums,
+    intervals,
+    ratio,
+    ratio_interval,
+)
+from eagle3_utils.acceptance.speculate import Decoded, DraftState, plain_decode, speculative_decode
+from eagle3_utils.acceptance.tree import TreeShape, grow_tree
+from eagle3_utils.corpus.chat import ChatRenderer
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.dataset import PackedBatch
+from eagle3_utils.target import Target
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to the opening of the assistant's turn, in the target's own template."""
+
+    id: str
+    source: str
+    input_ids: list[int]
+
+
+@dataclass(frozen=True)
+class DecodedPrompt:
+    """One prompt decoded plainly and with the draft."""
+
+    prompt: Prompt
+    plain: Decoded
+    fast: Decoded
+    plain_seconds: float
+    fast_seconds: float
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first output token that differs, None when the outputs are the same."""
+        return first_difference(self.plain.output_ids, self.fast.output_ids)
+
+
+def read_prompts(paths: Iterable[Path], tokenizer: Any, per_source: int, max_tokens: int | None = None) -> list[Prompt]:
+    """The first ``per_source`` held-out prompts of each source, rendered by the tokenizer's chat template.
+
+    A line is `{"id", "source", "messages": […]}`, or has a "prompt" text instead of messages; lines whose "split" is
+    there and not "eval" are training prompts and left out, so are prompts of more than ``max_tokens`` tokens.
+    """
+    renderer, prompts, counts = ChatRenderer(tokenizer), [], {}
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise UserError("no such prompts file", str(path))
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            record = json.loads(line)
+            source = record.get("source", path.stem)
+            if record.get("split", "eval") != "eval" or counts.get(source, 0) >= per_source:
+                continue
+            messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+            input_ids = tokenizer.encode(renderer.prompt(messages), add_special_tokens=False)
+            if max_tokens is None or len(input_ids) <= max_tokens:
+                prompts.append(Prompt(str(record.get("id", f"{path.stem}-{number}")), source, input_ids))
+                counts[source] = counts.get(source, 0) + 1
+    if not prompts:
+        raise UserError('no held-out prompts (lines with split "eval" or no split)', ", ".join(map(str, paths)))
+    return prompts
+
+
+def stop_ids_of(target: Target, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer, as SGLang takes them: of generation_config.json, config.json and the tokenizer."""
+    found = {tokenizer.eos_token_id} - {None}
+    generation = target.path / "generation_config.json"
+    configs = [target.text_config, json.loads(generation.read_text()) if generation.is_file() else {}]
+    for ids in (config.get("eos_token_id") for config in configs):
+        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return sorted(found)
+
+
+def decode_prompt(
+    model: PreTrainedModel,
+    draft: DraftModel,
+    prompt: Prompt,
+    shape: TreeShape,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+) -> DecodedPrompt:
+    """Decode one prompt greedily, plainly and with the draft (whose ``config.aux_layers`` are used)."""
+    started = time.perf_counter()
+    plain = plain_decode(model, prompt.input_ids, max_new_tokens, stop_ids)
+    between = time.perf_counter()
+    fast = speculative_decode(model, draft, prompt.input_ids, max_new_tokens, shape, draft.config.aux_layers, stop_ids)
+    return DecodedPrompt(prompt, plain, fast, between - started, time.perf_counter() - between)
+
+
+def decode_prompts(
+    model: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Sequence[Prompt],
+    shape: TreeShape,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    progress: Callable[[int], None] | None = None,
+) -> list[DecodedPrompt]:
+    """`decode_prompt` over all prompts; ``progress`` is called with the number done."""
+    decoded = []
+    for prompt in prompts:
+        decoded.append(decode_prompt(model, draft, prompt, shape, max_new_tokens, stop_ids))
+        if progress:
+            progress(len(decoded))
+    return decoded
+
+
+def accept_lengths(
+    decoded: Sequence[DecodedPrompt], num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> dict[str, Interval]:
+    """Accept length by source and for "all": Σ tokens given by verifications / Σ verifications, bonus tokens included.
+
+    The first token of an answer comes from prefill and is not counted. Prompts whose answer ends there are left out.
+    """
+    groups: dict[str, list[Decoded]] = {ALL: []}
+    for item in decoded:
+        if item.fast.num_verifications:
+            groups[ALL].append(item.fast)
+            groups.setdefault(item.prompt.source, []).append(item.fast)
+    return {
+        source: ratio_interval(
+            [run.num_verified_tokens for run in group], [run.num_verifications for run in group], num_resamples, seed
+        )
+        for source, group in groups.items()
+        if group
+    }
+
+
+def acceptance_by_position(
+    num_accepted: Sequence[Sequence[int]], num_steps: int, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> list[Interval]:
+    """Of the verifications that accepted i draft tokens or more, the share that accepted one more; i = 0, 1, …
+
+    ``num_accepted``: per prompt, the draft tokens accepted by each of its verifications. Intervals are over prompts.
+    """
+    reached = [[sum(a >= depth for a in accepted) for depth in range(num_steps + 1)] for accepted in num_accepted]
+    sums = bootstrap_sums(np.array(reached, dtype=np.float64), num_resamples, seed)
+    return intervals(ratio(sums[:, 1:], sums[:, :-1]))
+
+
+def accepted_histogram(num_accepted: Sequence[Sequence[int]], num_steps: int) -> list[int]:
+    """How many verifications of all prompts accepted 0, 1, … ``num_steps`` draft tokens."""
+    flat = [accepted for of_prompt in num_accepted for accepted in of_prompt]
+    return np.bincount(flat, minlength=num_steps + 1).tolist()
+
+
+def first_difference(first_ids: Sequence[int], second_ids: Sequence[int]) -> int | None:
+    """Index of the first token in which two outputs differ, one being shorter counting as different; None if equal."""
+    if list(first_ids) == list(second_ids):
+        return None
+    pairs = zip(first_ids, second_ids, strict=False)
+    shorter = min(len(first_ids), len(second_ids))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+@torch.inference_mode()
+def logit_gap(model: PreTrainedModel, input_ids: Sequence[int], output_ids: Sequence[int], index: int) -> float:
+    """How far the best logit is above the second best where output token ``index`` is chosen.
+
+    Two greedy outputs may differ by numerics where this gap is within the rounding of the logits; else it is a bug.
+    """
+    known = torch.tensor([[*input_ids, *output_ids[:index]]], device=model.device)
+    best, second = model(known, logits_to_keep=1).logits[0, -1].float().topk(2).values.tolist()
+    return best - second
+
+
+@torch.no_grad()
+def packed_sample(
+    model: PreTrainedModel, prompt: Prompt, output_ids: Sequence[int], aux_layers: Sequence[int]
+) -> PackedBatch:
+    """Prompt and output as a one-sample batch with the states of this model, the output supervised."""
+    input_ids = torch.tensor([*prompt.input_ids, *output_ids], device=model.device)
+    states = model(input_ids[None], output_hidden_states=True, logits_to_keep=1).hidden_states
+    num_tokens, num_prompt = len(input_ids), len(prompt.input_ids)
+    loss_mask = torch.arange(num_tokens) >= num_prompt
+    final_index = torch.full((num_tokens,), -1)
+    final_index[num_prompt - 1 : num_tokens - 1] = torch.arange(num_tokens - num_prompt)
+    return PackedBatch(
+        input_ids=input_ids.cpu(),
+        loss_mask=loss_mask,
+        position_ids=torch.arange(num_tokens),
+        document_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        aux=torch.stack([states[layer + 1][0] for layer in aux_layers], dim=1).cpu(),
+        final=states[-1][0, num_prompt - 1 : num_tokens - 1].cpu(),  # transformers' last entry is post-norm
+        final_index=final_index,
+        sample_ids=[prompt.id],
+        sources=[prompt.source],
+    )
+
+
+@torch.inference_mode()
+def replay(draft: DraftModel, batch: PackedBatch, shape: TreeShape) -> list[int]:
+    """Draft tokens accepted per verification if this one sample were decoded with ``shape``, its output being known.
+
+    Equal to what `speculative_decode` gives for the same greedy output, without the target, but for the last
+    verification, where tokens after the end of the output cannot be counted.
+    """
+    token_ids = batch.input_ids.tolist()
+    root = int(batch.loss_mask.int().argmax())  # the first output token, which prefill gives
+    drafter, accepted, aux_TLH = DraftState(draft), [], batch.aux.to(draft.fc.weight.device)
+    hidden_H, logits_D = drafter.extend(aux_TLH[:root], token_ids[1 : root + 1])
+    while root + 1 < len(token_ids):
+        tree = grow_tree(token_ids[root], hidden_H, logits_D, draft.target_ids, drafter.step, shape)
+        node, depth = 0, 0
+        while root + depth + 1 < len(token_ids):
+            below = [
+                child for child in tree.children(node) if int(tree.token_ids[child]) == token_ids[root + depth + 1]
+            ]
+            if not below:
+                break
+            node, depth = below[0], depth + 1
+        accepted.append(depth)
+        next_ids = token_ids[root + 1 : root + depth + 2]
+        hidden_H, logits_D = drafter.extend(aux_TLH[root : root + len(next_ids)], next_ids)
+        root += depth + 1
+    return accepted

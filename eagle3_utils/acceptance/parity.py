@@ -1,0 +1,191 @@
+"""Is the served number the offline number? The same tokens through the PyTorch draft and through SGLang.
+
+    report = compare(served_accepted, offline_accepted, num_steps=3, tolerance=0.02)
+    report = diagnose(report, draft, target, samples, shape)      # only when it fails
+
+The tokens that SGLang gave are replayed through the trained draft (`heldout.replay`), which begins its verifications
+where SGLang began its own; so acceptance by position must agree up to rounding. What is compared is the share of all
+verifications that accept at least 1, 2, … draft tokens, and the accept length. When they disagree, one fault after
+the other is put into the trained draft, and those whose figures are the served ones are named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from eagle3_utils.acceptance.heldout import replay
+from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.rope import RotaryEmbedding
+from eagle3_utils.states.dataset import PackedBatch
+from eagle3_utils.target import Target
+
+BatchesOf = Callable[[Sequence[int]], list[PackedBatch]]  # auxiliary layers → the samples with their states
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault put into the trained draft, and how far its figures then are from the served ones."""
+
+    fault: str
+    shares: list[float]
+    distance: float  # largest difference at any position
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Shares of verifications that accept at least 1, 2, … draft tokens, offline and served."""
+
+    offline: list[float] = field(default_factory=list)
+    served: list[float] = field(default_factory=list)
+    num_verifications: int = 0
+    tolerance: float = 0.02
+    trials: list[Trial] = field(default_factory=list)
+    left_out: str | None = None  # why nothing was compared
+
+    @property
+    def distance(self) -> float:
+        """Largest difference at any position."""
+        return _distance(self.offline, self.served)
+
+    @property
+    def passed(self) -> bool | None:
+        """None when nothing was compared."""
+        return None if self.left_out else self.distance <= self.tolerance
+
+    @property
+    def causes(self) -> list[str]:
+        """The faults whose figures are the served ones, within the tolerance; nearest first."""
+        within = [trial for trial in self.trials if trial.distance <= self.tolerance]
+        return [trial.fault for trial in sorted(within, key=lambda trial: trial.distance)]
+
+    def text(self) -> str:
+        """The verdict in a few lines."""
+        if self.left_out:
+            return f"parity: left out ({self.left_out})"
+        lines = [
+            f"parity {'PASSED' if self.passed else 'FAILED'}: largest difference {self.distance:.3f}, "
+            f"tolerance {self.tolerance}, {self.num_verifications:,} verifications",
+            "  position  offline  served",
+            *(f"  {n:8}  {a:7.3f}  {b:6.3f}" for n, (a, b) in enumerate(zip(self.offline, self.served, strict=True))),
+            f"  length    {1 + sum(self.offline):7.3f}  {1 + sum(self.served):6.3f}",
+        ]
+        if not self.passed and self.trials:
+            lines.append(f"  explained by: {'; or '.join(self.causes) or 'none of the faults tried'}")
+            nearest = sorted(self.trials, key=lambda trial: trial.distance)
+            lines += [f"    {trial.distance:.3f}  {trial.fault}" for trial in nearest]
+        return "\n".join(lines)
+
+
+def accepted_shares(num_accepted: Sequence[Sequence[int]], num_steps: int) -> list[float]:
+    """Share of all verifications that accept at least 1, 2, … draft tokens; 1 + their sum is the accept length."""
+    flat = np.array([accepted for of_prompt in num_accepted for accepted in of_prompt])
+    return [float((flat >= depth).mean()) if len(flat) else 0.0 for depth in range(1, num_steps + 1)]
+
+
+def compare(
+    offline_accepted: Sequence[Sequence[int]],
+    served_accepted: Sequence[Sequence[int]],
+    num_steps: int,
+    tolerance: float = 0.02,
+) -> ParityReport:
+    """Put both side by side; each is, per prompt, the draft tokens accepted by every verification."""
+    return ParityReport(
+        offline=accepted_shares(offline_accepted, num_steps),
+        served=accepted_shares(served_accepted, num_steps),
+        num_verifications=sum(map(len, served_accepted)),
+        tolerance=tolerance,
+    )
+
+
+def diagnose(
+    report: ParityReport, draft: DraftModel, target: Target, batches_of: BatchesOf, shape: TreeShape
+) -> ParityReport:
+    """The report with every fault tried on the trained draft over the same tokens."""
+    trials = []
+    for fault, broken in faults(draft, target).items():
+        batches = batches_of(broken.config.aux_layers)
+        shares = accepted_shares([replay(broken, batch, shape) for batch in batches], shape.num_steps)
+        trials.append(Trial(fault, shares, _distance(shares, report.served)))
+    return replace(report, trials=trials)
+
+
+def faults(draft: DraftModel, target: Target) -> dict[str, DraftModel]:
+    """What is known to go wrong between training and serving: its name → the trained draft with that fault.
+
+    A name says what the served draft seems to suffer from. Faults that would change nothing are left out.
+    """
+    layers, config = draft.config.aux_layers, draft.config
+    found = {}
+    for shift in (-1, 1):
+        moved = tuple(layer + shift for layer in layers)
+        if min(moved) >= 0 and max(moved) < target.num_layers - 1:
+            name = f"layer ids are {abs(shift)} too {'low' if shift < 0 else 'high'}: captured {list(moved)}"
+            found[name] = _with_config(draft, aux_layers=moved)
+    default = (1, target.num_layers // 2 - 1, target.num_layers - 4)
+    if default != layers and len(layers) == 3:
+        found[f"eagle_config is missing: SGLang's default layers {list(default)}"] = _with_config(
+            draft, aux_layers=default
+        )
+    found["layer order: the states are concatenated in reverse"] = _with_config(draft, aux_layers=layers[::-1])
+    if bool(draft.d2t.any()):
+        found["d2t holds absolute ids instead of offsets"] = _edit(draft, _absolute_d2t)
+        found["d2t is missing: draft ids are taken for target ids"] = _edit(draft, lambda broken: broken.d2t.zero_())
+    found["lm_head is missing: it keeps its initial value"] = _edit(draft, _forget_lm_head)
+    found["embeddings are not the target's"] = _edit(draft, _forget_embeddings)
+    for theta in (10_000.0, 1_000_000.0):
+        if config.rope.get("rope_type", "default") != "default" or config.rope["rope_theta"] != theta:
+            rope = {"rope_type": "default", "rope_theta": theta}
+            found[f"RoPE is plain with theta {theta:,.0f} instead of the trained one"] = _with_rope(draft, rope)
+    found["the final norm's weight is missing: it is 1"] = _edit(draft, lambda broken: broken.norm.weight.fill_(1))
+    if config.fc_norm:
+        found["fc_norm is left out"] = _with_config(draft, fc_norm=False)
+    swapped = "before" if config.norm_output else "after"
+    found[f"the next step takes the state {swapped} the final norm"] = _with_config(
+        draft, norm_output=not config.norm_output
+    )
+    return found
+
+
+def _with_config(draft: DraftModel, **changes) -> DraftModel:
+    """The same weights under another config."""
+    broken = copy.copy(draft)
+    broken.config = replace(draft.config, **changes)
+    return broken
+
+
+def _edit(draft: DraftModel, change: Callable[[DraftModel], object]) -> DraftModel:
+    """A copy with changed weights."""
+    broken = copy.deepcopy(draft)
+    with torch.no_grad():
+        change(broken)
+    return broken
+
+
+def _with_rope(draft: DraftModel, rope: dict) -> DraftModel:
+    rotary = RotaryEmbedding(rope, draft.midlayer.self_attn.rotary_dim, draft.config.max_position_embeddings)
+    return _edit(draft, lambda broken: setattr(broken, "rotary", rotary))
+
+
+def _absolute_d2t(broken: DraftModel) -> None:
+    ids = broken.d2t + torch.arange(len(broken.d2t), device=broken.d2t.device)
+    largest = len(broken.t2d) - 1
+    absolute = (ids + torch.arange(len(ids), device=ids.device)).clamp(max=largest)
+    broken.d2t.copy_(absolute - torch.arange(len(ids), device=ids.device))
+
+
+def _forget_lm_head(broken: DraftModel) -> None:
+    torch.nn.init.normal_(broken.lm_head.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+
+
+def _forget_embeddings(broken: DraftModel) -> None:
+    broken.embed_tokens = torch.zeros_like(broken.embed_tokens)
+
+
+def _distance(first: Sequence[float], second: Sequence[float]) -> float:
+    return max((abs(a - b) for a, b in zip(first, second, strict=True)), default=0.0)

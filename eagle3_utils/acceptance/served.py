@@ -1,0 +1,225 @@
+"""Acceptance and speed as SGLang serves them: the same prompts without the draft and with it.
+
+    runs = serve(config, target, prompts, draft_folder, stage.folder, log=stage.log.info)
+    table(runs)                          # one row per (shape, concurrency)
+
+Accept length, three ways, all with the bonus token: `total` = Σ completion tokens / Σ verifications (what SGLang calls
+`spec_accept_length`, summed over requests), `per_request` = the mean of that ratio over requests, and `counted` =
+1 + Σ accepted drafts / Σ verifications from `spec_correct_drafts_histogram`. The first two count the token that prefill
+gives and lose drafts accepted beyond a stop, so `counted` is the one to compare with other ways of measuring.
+
+Needs a GPU: EAGLE3 in SGLang 0.5.14 runs CUDA kernels. Fields of `meta_info`: sglang/srt/managers/tokenizer_manager.py
+`_calculate_spec_decoding_metrics`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3_utils.acceptance.heldout import Prompt, acceptance_by_position, first_difference
+from eagle3_utils.acceptance.offline import ALL, Interval, ratio_interval
+from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.config import EvaluateConfig
+from eagle3_utils.errors import UserError
+from eagle3_utils.serving.client import Client
+from eagle3_utils.serving.flags import resolve_device
+from eagle3_utils.serving.server import Server
+from eagle3_utils.target import Target
+
+NO_DRAFT = "no draft"
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """One answer. ``histogram[i]``: its verifications that accepted i draft tokens; empty without a draft."""
+
+    prompt_id: str
+    source: str
+    output_ids: list[int]
+    completion_tokens: int
+    verifications: int
+    histogram: list[int]
+    latency_seconds: float
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """Draft tokens accepted per verification, in no particular order."""
+        return [accepted for accepted, count in enumerate(self.histogram) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """All answers of one server at one concurrency."""
+
+    draft: str  # NO_DRAFT, or the shape as "3 · 1 · 4"
+    shape: TreeShape | None
+    concurrency: int
+    wall_seconds: float
+    answers: list[ServedAnswer]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.completion_tokens for answer in self.answers) / self.wall_seconds
+
+    def latency_seconds(self, percentile: float) -> float:
+        """Of a whole answer, at a percentile over requests."""
+        return float(np.percentile([answer.latency_seconds for answer in self.answers], percentile))
+
+
+def why_not_served(config: EvaluateConfig) -> str | None:
+    """Why the served part is left out, None when it is to run. Raises `UserError` for ``served: on`` without a GPU."""
+    if config.served == "off":
+        return "served: off"
+    if resolve_device(config) == "cuda":
+        return None
+    if config.served == "on":
+        raise UserError("EAGLE3 serving needs a CUDA GPU, and there is none", "served: on", "use served: auto or off")
+    return "no CUDA GPU here; SGLang's EAGLE3 runs CUDA kernels only"
+
+
+def shape_name(shape: TreeShape) -> str:
+    """The shape as "steps · topk · draft tokens"."""
+    return f"{shape.num_steps} · {shape.topk} · {shape.num_draft_tokens}"
+
+
+def speculative_flags(draft_folder: Path, shape: TreeShape) -> list[str]:
+    """SGLang's flags for an EAGLE-3 draft and a tree."""
+    return [
+        "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", str(draft_folder),
+        "--speculative-num-steps", str(shape.num_steps),
+        "--speculative-eagle-topk", str(shape.topk),
+        "--speculative-num-draft-tokens", str(shape.num_draft_tokens),
+    ]  # fmt: skip
+
+
+def serve(
+    config: EvaluateConfig,
+    target: Target,
+    prompts: Sequence[Prompt],
+    draft_folder: Path,
+    folder: Path,
+    log: Callable[[str], None] = print,
+) -> list[ServedRun]:
+    """Start a server without the draft, then one per shape of ``config.served_shapes``; measure each concurrency.
+
+    All servers have the same flags but for the draft: no prefix cache, CUDA graphs up to the largest concurrency.
+    """
+    most = max(config.served_concurrency)
+    common = ["--disable-radix-cache", "--cuda-graph-max-bs", str(most)]
+    common += [] if config.max_running_requests else ["--max-running-requests", str(most)]
+    runs = []
+    for shape in (None, *(TreeShape(*numbers) for numbers in config.served_shapes)):
+        name = shape_name(shape) if shape else NO_DRAFT
+        flags = common + (speculative_flags(draft_folder, shape) if shape else [])
+        log_path = folder / f"server-{name.replace(' ', '')}.log"
+        with Server(config, target, log_path, folder, extra_args=flags) as server:
+            for concurrency in config.served_concurrency:
+                runs.append(measure(server.client, prompts, config.served_max_new_tokens, concurrency, name, shape))
+                log(f"{name}, {concurrency} in flight: {runs[-1].tokens_per_second:,.0f} tokens/s")
+    return runs
+
+
+def measure(
+    client: Client,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    concurrency: int,
+    draft: str = NO_DRAFT,
+    shape: TreeShape | None = None,
+) -> ServedRun:
+    """Answer all prompts greedily, ``concurrency`` at a time, after a short warm-up that is not counted."""
+
+    def ask(prompt: Prompt, num_tokens: int = max_new_tokens) -> ServedAnswer:
+        started = time.perf_counter()
+        body = client.generate(prompt.input_ids, max_new_tokens=num_tokens)
+        return parse_answer(prompt, body, time.perf_counter() - started)
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        list(pool.map(lambda prompt: ask(prompt, _WARM_UP_TOKENS), prompts[: 2 * concurrency]))
+        started = time.perf_counter()
+        answers = list(pool.map(ask, prompts))
+    return ServedRun(draft, shape, concurrency, time.perf_counter() - started, answers)
+
+
+def parse_answer(prompt: Prompt, body: dict[str, Any], latency_seconds: float) -> ServedAnswer:
+    """One answer of `/generate`. Raises `UserError` when the server aborted it or gave no token ids."""
+    meta = body["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        raise UserError(f"the server aborted {prompt.id}: {reason.get('message', reason)}")
+    if "output_ids" not in body:
+        raise UserError("the server's answer has no output_ids", prompt.id, "use the installed SGLang, not a proxy")
+    return ServedAnswer(
+        prompt_id=prompt.id,
+        source=prompt.source,
+        output_ids=[int(token) for token in body["output_ids"]],
+        completion_tokens=meta["completion_tokens"],
+        verifications=meta.get("spec_verify_ct", 0),
+        histogram=list(meta.get("spec_correct_drafts_histogram", [])),
+        latency_seconds=latency_seconds,
+    )
+
+
+def accept_lengths(run: ServedRun) -> dict[str, dict[str, Interval]]:
+    """`total`, `per_request` and `counted` (see the module) by source and for "all", over requests ever verified."""
+    groups: dict[str, list[ServedAnswer]] = {ALL: []}
+    for answer in run.answers:
+        if answer.verifications:
+            groups[ALL].append(answer)
+            groups.setdefault(answer.source, []).append(answer)
+    return {source: _accept_length(answers) for source, answers in groups.items() if answers}
+
+
+def positions(run: ServedRun) -> list[Interval]:
+    """Acceptance by drafted position, given that the ones before were accepted."""
+    accepted = [answer.num_accepted for answer in run.answers if answer.histogram]
+    return acceptance_by_position(accepted, run.shape.num_steps)
+
+
+def differences(plain: ServedRun, fast: ServedRun) -> list[tuple[str, int]]:
+    """(prompt id, index of the first output token that differs) for every answer that the draft changed."""
+    pairs = zip(plain.answers, fast.answers, strict=True)
+    found = [(a.prompt_id, first_difference(a.output_ids, b.output_ids)) for a, b in pairs]
+    return [(prompt_id, index) for prompt_id, index in found if index is not None]
+
+
+def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
+    """One row per run: speed, speed-up over the run without a draft at the same concurrency, latency, acceptance."""
+    plain = {run.concurrency: run for run in runs if run.shape is None}
+    rows = []
+    for run in runs:
+        row = {
+            "draft": run.draft,
+            "concurrency": run.concurrency,
+            "tokens/s": run.tokens_per_second,
+            "speed-up": run.tokens_per_second / plain[run.concurrency].tokens_per_second,
+            "latency p50 (s)": run.latency_seconds(50),
+            "latency p95 (s)": run.latency_seconds(95),
+        }
+        if run.shape is not None:
+            lengths = accept_lengths(run)[ALL]
+            row |= {name: lengths[name].value for name in ("total", "per_request", "counted")}
+            row |= {"changed outputs": len(differences(plain[run.concurrency], run)), "requests": len(run.answers)}
+        rows.append(row)
+    return rows
+
+
+def _accept_length(answers: Sequence[ServedAnswer]) -> dict[str, Interval]:
+    verifications = [answer.verifications for answer in answers]
+    tokens = [answer.completion_tokens for answer in answers]
+    counted = [(sum(answer.num_accepted) + sum(answer.histogram), sum(answer.histogram)) for answer in answers]
+    per_request = [a / b for a, b in zip(tokens, verifications, strict=True)]
+    return {
+        "total": ratio_interval(tokens, verifications),
+        "per_request": ratio_interval(per_request, [1] * len(answers)),
+        "counted": ratio_interval(*zip(*counted, strict=True)),
+    }

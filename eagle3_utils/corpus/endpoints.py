@@ -1,0 +1,231 @@
+"""HTTP endpoints that answer prompts: SGLang's native API or any OpenAI-style one, many at once.
+
+    async with EndpointPool(["http://127.0.0.1:30000"], api="sglang") as pool:
+        reply = await pool.ask(Request(messages, prompt_ids, Sampling(max_new_tokens=64)))
+
+A request goes to the endpoint with the fewest in flight that is not resting. 408, 429, 5xx and broken connections are
+tried again with exponential backoff, and `Retry-After` is obeyed. The API key comes from the environment
+(`OPENAI_API_KEY`) and goes into one header; it is in no file, log or exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+
+import httpx
+
+from eagle3_utils.errors import UserError
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_RETRIABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is drawn. `temperature` 0 is greedy; `stop` are extra stop strings."""
+
+    temperature: float = 0.7
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt: as messages (OpenAI style) and as the target's token ids (SGLang's native API)."""
+
+    messages: list[dict[str, Any]]
+    prompt_ids: list[int]
+    sampling: Sampling
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer. `output_ids` is None where the API returns only text; cost in the provider's currency."""
+
+    text: str
+    output_ids: list[int] | None
+    finish_reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    reasoning: str | None = None
+
+
+class RequestFailed(Exception):
+    """A request that no retry will mend, or that used up its retries; the reason is one line without secrets."""
+
+
+@dataclass
+class _Endpoint:
+    url: str
+    in_flight: int = 0
+    resting_until: float = 0.0
+
+
+@dataclass
+class EndpointPool:
+    """A set of equal endpoints, used together.
+
+    Parameters
+    ----------
+    urls : base addresses; for `openai` with or without the trailing `/v1`.
+    api : which protocol they speak.
+    api_model : the model's name at an OpenAI-style endpoint.
+    max_retries : tries after the first.
+    """
+
+    urls: list[str]
+    api: Literal["sglang", "openai"] = "sglang"
+    api_model: str | None = None
+    max_retries: int = 5
+    timeout_seconds: float = 600.0
+    max_connections: int = 1024
+    backoff_seconds: float = 0.5
+    num_retries: int = field(default=0, init=False)
+
+    def __post_init__(self):
+        if not self.urls:
+            raise UserError("no endpoint to ask", "endpoints")
+        if self.api == "openai" and not self.api_model:
+            raise UserError("an OpenAI-style endpoint needs the model's name", "api_model")
+        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1")) for url in self.urls]
+        self._random = random.Random(0)
+
+    async def __aenter__(self) -> EndpointPool:
+        key = os.environ.get(KEY_VARIABLE, "") if self.api == "openai" else ""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=self.max_connections, max_keepalive_connections=self.max_connections)
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=self.timeout_seconds)
+        return self
+
+    async def __aexit__(self, *_exception) -> None:
+        await self._client.aclose()
+
+    async def ask(self, request: Request) -> Reply:
+        """Answer one request.
+
+        Raises
+        ------
+        RequestFailed
+            When this request cannot be answered (other requests may be).
+        UserError
+            When no request can be: the key is refused or the path does not exist.
+        """
+        reason = ""
+        for attempt in range(self.max_retries + 1):
+            endpoint = await self._pick()
+            endpoint.in_flight += 1
+            try:
+                response = await self._client.post(endpoint.url + self._path(), json=self._body(request))
+            except httpx.TransportError as error:
+                reason, wait = f"{type(error).__name__} at {endpoint.url}", self._backoff(attempt)
+                endpoint.resting_until = time.monotonic() + wait
+            else:
+                if response.status_code == 200:
+                    return self._parse(response)
+                reason = f"HTTP {response.status_code} from {endpoint.url}: {response.text[:200]!r}"
+                self._raise_if_final(response.status_code, reason)
+                asked = retry_after_seconds(response.headers.get("retry-after"))
+                wait = self._backoff(attempt) if asked is None else asked
+                if asked is not None or response.status_code == 429:
+                    endpoint.resting_until = time.monotonic() + wait
+            finally:
+                endpoint.in_flight -= 1
+            if attempt < self.max_retries:
+                self.num_retries += 1
+                await asyncio.sleep(wait if len(self._endpoints) == 1 else min(wait, self._backoff(attempt)))
+        raise RequestFailed(f"{reason} ({self.max_retries + 1} tries)")
+
+    async def _pick(self) -> _Endpoint:
+        while True:
+            now = time.monotonic()
+            awake = [endpoint for endpoint in self._endpoints if endpoint.resting_until <= now]
+            if awake:
+                return min(awake, key=lambda endpoint: endpoint.in_flight)
+            await asyncio.sleep(min(endpoint.resting_until for endpoint in self._endpoints) - now)
+
+    def _backoff(self, attempt: int) -> float:
+        return min(60.0, self.backoff_seconds * 2**attempt) * (0.5 + self._random.random())
+
+    def _raise_if_final(self, status: int, reason: str) -> None:
+        if status in (401, 403):
+            raise UserError(f"refused: {reason}", fix=f"set {KEY_VARIABLE} in the environment")
+        if status in (404, 405):
+            raise UserError(f"no {self.api} API there: {reason}", "endpoints", "check the address and `api`")
+        if status not in _RETRIABLE:
+            raise RequestFailed(reason)
+
+    def _path(self) -> str:
+        return "/generate" if self.api == "sglang" else "/v1/chat/completions"
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        common = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        stop = {"stop": list(sampling.stop)} if sampling.stop else {}
+        if self.api == "sglang":
+            native = common | stop | {"max_new_tokens": sampling.max_new_tokens}
+            if request.seed is not None:
+                native["sampling_seed"] = request.seed
+            return {"input_ids": request.prompt_ids, "sampling_params": native}
+        seed = {} if request.seed is None else {"seed": request.seed}
+        limits = {"max_tokens": sampling.max_new_tokens}
+        return {"model": self.api_model, "messages": request.messages} | common | stop | seed | limits
+
+    def _parse(self, response: httpx.Response) -> Reply:
+        try:
+            body = response.json()
+            return _parse_sglang(body) if self.api == "sglang" else _parse_openai(body)
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise RequestFailed(f"an answer that is no {self.api} answer: {type(error).__name__}: {error}") from None
+
+
+def retry_after_seconds(value: str | None) -> float | None:
+    """Seconds asked for by a `Retry-After` header: a number or an HTTP date (RFC 9110, 10.2.3); None if absent."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _parse_sglang(body: dict[str, Any]) -> Reply:
+    meta = body["meta_info"]
+    reason = meta["finish_reason"]
+    reason = reason.get("type", "unknown") if isinstance(reason, dict) else str(reason)
+    if reason == "abort":
+        raise RequestFailed(f"aborted by the server: {str(meta['finish_reason'])[:200]}")
+    output_ids = body.get("output_ids")
+    return Reply(
+        text=body["text"],
+        output_ids=None if output_ids is None else [int(token) for token in output_ids],
+        finish_reason=reason,
+        prompt_tokens=int(meta.get("prompt_tokens", 0)),
+        completion_tokens=int(meta.get("completion_tokens", 0)),
+    )
+
+
+def _parse_openai(body: dict[str, Any]) -> Reply:
+    choice, usage = body["choices"][0], body.get("usage") or {}
+    message = choice["message"]
+    return Reply(
+        text=message["content"] or "",
+        output_ids=None,
+        finish_reason=choice.get("finish_reason") or "unknown",
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or 0),
+        cost=float(usage.get("cost") or 0.0),
+        reasoning=message.get("reasoning_content") or message.get("reasoning"),
+    )

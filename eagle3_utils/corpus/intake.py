@@ -1,0 +1,241 @@
+"""One source → records: read, convert, mask, truncate, and refuse what is broken, repeated or leaked.
+
+Every input record ends in one of three ways: taken, refused as unusable (counted against a limit), or dropped on
+purpose (a duplicate, a leak from the evaluation prompts, a filter). The last two go to `rejected.jsonl` with file,
+line and reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
+
+from eagle3_utils.corpus.chat import ChatRenderer
+from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key
+from eagle3_utils.corpus.formats import Format, Item, Unusable, detect_format, text_of, to_item
+from eagle3_utils.corpus.records import Record, problem_with
+from eagle3_utils.corpus.sources import RawRecord, SourceSpec, read_source
+from eagle3_utils.corpus.tokens import RoundTrip, SpanTokenizer, marker_disagreement
+from eagle3_utils.errors import UserError
+
+_CHUNK = 512  # records tokenised together
+_MARKER_CHECKS = 16  # records per source whose mask is compared with the template's own generation markers
+_ROUND_TRIPS = 1000  # records per source whose generated ids are compared with rebuilt ones
+
+
+_MARKER = re.compile(r"\{%-?\s*generation\b")
+
+
+class _Drop(Exception):
+    """A record left out on purpose; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class MergeSettings:
+    """How records are made and chosen; the fields of `MergeConfig` with the same names."""
+
+    max_seq_len: int
+    supervise: Literal["all_turns", "last_turn"] = "all_turns"
+    reasoning: Literal["keep", "drop", "unsupervised"] = "keep"
+    truncate: Literal["hard", "turn"] = "hard"
+    min_supervised_tokens: int = 4
+    dedupe: Literal["none", "exact", "near"] = "near"
+    near_threshold: float = 0.8
+    decontaminate_ngram: int = 13
+    val_fraction: float = 0.1
+    max_rejected_fraction: float = 0.05
+    supervised_share_bounds: tuple[float, float] = (0.02, 0.98)
+    seed: int = 0
+
+
+@dataclass
+class SourceCount:
+    """What became of one source's records."""
+
+    name: str
+    format: Format | None = None
+    detected: bool = False
+    read: int = 0
+    taken: int = 0
+    truncated: int = 0
+    straddling_tokens: int = 0
+    marker_disagreements: int = 0
+    unusable: Counter = field(default_factory=Counter)
+    dropped: Counter = field(default_factory=Counter)
+    round_trip: Counter = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts as plain values."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+
+class Intake:
+    """Takes sources one after the other; what one source brought counts as seen for the next."""
+
+    def __init__(
+        self, settings: MergeSettings, tokenizer, vocab_size: int, decontaminator: Decontaminator | None = None
+    ):
+        self.settings, self.tokenizer, self.vocab_size = settings, tokenizer, vocab_size
+        self.renderer = ChatRenderer(tokenizer, settings.supervise, settings.reasoning)
+        self.counts: list[SourceCount] = []
+        self._decontaminator = decontaminator
+        self._near = NearDuplicates(settings.near_threshold) if settings.dedupe == "near" else None
+        self._texts: dict[int, None] = {}
+        self._ids: set[str] = set()
+
+    def take(self, spec: SourceSpec, rejected: TextIO, log: Callable[[str], None] = print) -> Iterator[Record]:
+        """The records of one source; what is not taken goes to the open file `rejected` as a JSON line."""
+        count = SourceCount(spec.name, spec.format)
+        self.counts.append(count)
+        encoder, round_trip = SpanTokenizer(self.tokenizer), RoundTrip(self.tokenizer)
+        checks = iter(range(_MARKER_CHECKS if self._has_markers() else 0))
+
+        def reject(raw: RawRecord, reason: str, kind: str) -> None:
+            (count.unusable if kind == "unusable" else count.dropped)[reason.split(":")[0]] += 1
+            line = {"file": raw.file, "line": raw.line, "source": spec.name, "kind": kind, "reason": reason}
+            rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+        for chunk in _chunks(read_source(spec), _CHUNK):
+            count.read += len(chunk)
+            items = []
+            for raw in chunk:
+                try:
+                    items.append((raw, self._item(raw, spec, count, log)))
+                except _Drop as dropped:
+                    reject(raw, str(dropped), "dropped")
+                except Unusable as unusable:
+                    reject(raw, str(unusable), "unusable")
+            for raw, item, encoded in self._encode(items, encoder, round_trip):
+                if item.messages and isinstance(encoded, tuple) and next(checks, None) is not None:
+                    self._check_markers(raw, item, encoded, count, log)
+                try:
+                    record = self._record(raw, item, encoded, spec, count)
+                    self._refuse_copies(f"{raw.file}:{raw.line}", item)
+                except _Drop as dropped:
+                    reject(raw, str(dropped), "dropped")
+                except Unusable as unusable:
+                    reject(raw, str(unusable), "unusable")
+                else:
+                    record.id = self._unique_id(record.id, spec.name, raw.line)
+                    count.taken += 1
+                    yield record
+        count.straddling_tokens, count.round_trip = encoder.straddling, round_trip.counts
+
+    def _has_markers(self) -> bool:
+        comparable = self.settings.supervise == "all_turns" and self.settings.reasoning == "keep"
+        return comparable and self.tokenizer.is_fast and bool(_MARKER.search(self.tokenizer.chat_template))
+
+    def _check_markers(
+        self, raw: RawRecord, item: Item, encoded, count: SourceCount, log: Callable[[str], None]
+    ) -> None:
+        found = marker_disagreement(self.tokenizer, item.messages, item.tools, encoded)
+        if found is not None:
+            count.marker_disagreements += 1
+            log(f"source {count.name}: {raw.file}:{raw.line}: {found}")
+
+    def _item(self, raw: RawRecord, spec: SourceSpec, count: SourceCount, log: Callable[[str], None]) -> Item:
+        if raw.problem is not None:
+            raise Unusable(raw.problem)
+        if count.format is None:
+            count.format, count.detected = detect_format(raw.value), True
+            log(f"source {spec.name}: format {count.format}, seen from {raw.file}:{raw.line}")
+        for key, allowed in spec.filters.items():
+            if raw.value.get(key) not in allowed:
+                raise _Drop(f"filter {key}")
+        try:
+            return to_item(raw.value, count.format)
+        except (KeyError, TypeError) as error:
+            raise Unusable(f"not in the format {count.format}: {type(error).__name__} {error}") from None
+
+    def _encode(
+        self, items: list[tuple[RawRecord, Item]], encoder: SpanTokenizer, round_trip: RoundTrip
+    ) -> Iterator[tuple[RawRecord, Item, tuple[list[int], list[int]] | Unusable]]:
+        """Token ids and mask of every item, in order: kept where they came with it, else from its text."""
+        texts, spans, rendered = [], [], {}
+        for position, (_, item) in enumerate(items):
+            exact = item.input_ids is not None and (item.format == "tokenized" or self.settings.reasoning == "keep")
+            if exact and (item.format == "tokenized" or round_trip.counts.total() + len(texts) >= _ROUND_TRIPS):
+                continue
+            try:
+                text, mine = self._rendered(item)
+            except Unusable as unusable:
+                rendered[position] = unusable
+                continue
+            rendered[position] = len(texts)
+            texts.append(text)
+            spans.append(mine)
+        encoded = encoder.encode_batch(texts, spans)
+        for position, (raw, item) in enumerate(items):
+            place = rendered.get(position)
+            result = encoded[place] if isinstance(place, int) else place
+            if item.input_ids is not None and (item.format == "tokenized" or self.settings.reasoning == "keep"):
+                if isinstance(result, tuple):
+                    round_trip.compare(item.input_ids, result[0])
+                result = (item.input_ids, item.loss_mask)
+            yield raw, item, result
+
+    def _rendered(self, item: Item) -> tuple[str, list]:
+        if item.text is not None:
+            return item.text, [(0, len(item.text))]
+        return self.renderer.render(item.messages, item.tools)
+
+    def _record(self, raw: RawRecord, item: Item, encoded, spec: SourceSpec, count: SourceCount) -> Record:
+        if isinstance(encoded, Unusable):
+            raise encoded
+        input_ids, loss_mask = encoded
+        problem = problem_with(input_ids, loss_mask, self.vocab_size)
+        if problem:
+            raise Unusable(problem)
+        limit = self.settings.max_seq_len
+        if len(input_ids) > limit:
+            limit = limit if self.settings.truncate == "hard" else last_turn_end(loss_mask, limit)
+            count.truncated += 1
+        input_ids, loss_mask = input_ids[:limit], loss_mask[:limit]
+        if sum(loss_mask) < self.settings.min_supervised_tokens:
+            raise Unusable(f"fewer than {self.settings.min_supervised_tokens} supervised tokens")
+        return Record(item.id or f"{spec.name}-{raw.line:07d}", item.source or spec.name, input_ids, loss_mask)
+
+    def _refuse_copies(self, key: str, item: Item) -> None:
+        """Raise `_Drop` for a leak from the evaluation prompts or a copy of an earlier record."""
+        if len(self._decontaminator):
+            turns = [message["content"] for message in item.messages if message["role"] == "user"]
+            leak = self._decontaminator.leak(turns or [self._text(item)])
+            if leak is not None:
+                raise _Drop(f"evaluation prompt: {leak}")
+        if self.settings.dedupe == "none":
+            return
+        text = self._text(item)
+        if (same := exact_key(text)) in self._texts:
+            raise _Drop("exact duplicate")
+        self._texts[same] = None
+        if self._near is not None and (earlier := self._near.find_or_add(key, text)) is not None:
+            raise _Drop(f"near duplicate: {earlier}")
+
+    def _text(self, item: Item) -> str:
+        return text_of(item) if item.format != "tokenized" else self.tokenizer.decode(item.input_ids)
+
+    def _unique_id(self, name: str, spec_name: str, line: int) -> str:
+        for candidate in (name, f"{spec_name}/{name}", f"{spec_name}/{name}#{line}"):
+            if candidate not in self._ids:
+                self._ids.add(candidate)
+                return candidate
+        raise UserError(f"two records with the id {name!r} on line {line}", f"sources: {spec_name}")
+
+
+def last_turn_end(loss_mask: list[int], limit: int) -> int:
+    """Where the last supervised turn that ends within `limit` tokens ends; 0 when none does."""
+    end = limit
+    while end > 0 and not (loss_mask[end - 1] and (end == len(loss_mask) or not loss_mask[end])):
+        end -= 1
+    return end
+
+
+def _chunks(records: Iterable[RawRecord], size: int) -> Iterator[list[RawRecord]]:
+    records = iter(records)
+    while chunk := list(itertools.islice(records, size)):
+        yield chunk

@@ -1,0 +1,179 @@
+"""Many sources → one corpus: take in, weigh, shuffle, split, count, write.
+
+    report = merge(specs, settings, tokenizer, vocab_size, folder)
+    # folder: train.parquet, val.parquet, corpus.json, rejected.jsonl
+
+Memory is flat in the size of the corpus but for an index of about 100 bytes a record (and about 5 kB more when near
+duplicates are searched). The order of the records and the split depend on the seed and the records' names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from eagle3_utils.config import MergeConfig
+from eagle3_utils.corpus.dedupe import Decontaminator
+from eagle3_utils.corpus.intake import Intake, MergeSettings, SourceCount
+from eagle3_utils.corpus.records import CorpusDigest, ParquetRecords
+from eagle3_utils.corpus.sources import SourceSpec, read_file
+from eagle3_utils.corpus.spool import RecordSpool
+from eagle3_utils.corpus.statistics import SPLITS, CorpusStatistics
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import hash_json, write_json
+
+
+@dataclass
+class MergeReport:
+    """What a merge made: the contents of `corpus.json`, and the statistics behind it for plots."""
+
+    corpus: dict[str, Any]
+    statistics: CorpusStatistics
+    sources: list[SourceCount]
+
+
+def settings_from(config: MergeConfig) -> MergeSettings:
+    """The fields of stage 01's parameters that say how records are made and chosen."""
+    values = {field.name: getattr(config, field.name) for field in fields(MergeSettings)}
+    return MergeSettings(**values | {"supervised_share_bounds": tuple(config.supervised_share_bounds)})
+
+
+def merge(
+    specs: list[SourceSpec],
+    settings: MergeSettings,
+    tokenizer,
+    vocab_size: int,
+    folder: Path,
+    *,
+    evaluation_files: list[Path] = (),
+    log: Callable[[str], None] = print,
+) -> MergeReport:
+    """Build the corpus in `folder`.
+
+    Parameters
+    ----------
+    vocab_size : ids from here on are refused.
+    evaluation_files : prompts that must not be trained on, as JSONL; lines whose `split` is "train" do not count.
+
+    Raises
+    ------
+    UserError
+        When a source is more broken than `max_rejected_fraction`, has an absurd supervised share, or is empty.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        (folder / f"{split}.parquet").unlink(missing_ok=True)
+    (folder / "corpus.json").unlink(missing_ok=True)
+    intake = Intake(settings, tokenizer, vocab_size, read_evaluation(evaluation_files, settings.decontaminate_ngram))
+    with RecordSpool(folder / "spool.tmp", settings.seed) as spool:
+        with open(folder / "rejected.jsonl", "w") as rejected:
+            for number, spec in enumerate(specs):
+                for record in intake.take(spec, rejected, log):
+                    spool.append(record, number)
+                log(describe(intake.counts[-1]))
+        for count in intake.counts:
+            check_rejections(count, settings.max_rejected_fraction, folder / "rejected.jsonl")
+        chosen = spool.choose([(spec.weight, spec.max_samples) for spec in specs])
+        if not len(chosen):
+            raise UserError("the weights leave no record", "sources", exit_code=2)
+        statistics = CorpusStatistics(vocab_size)
+        digests = {}
+        for split, numbers in zip(SPLITS, spool.split(chosen, settings.val_fraction), strict=True):
+            digests[split] = _write_split(spool, numbers, split, folder, statistics)
+    check_supervised_share(statistics, settings, text_sources={spec.name for spec in specs if spec.format == "text"})
+    corpus = _describe_corpus(settings, statistics, digests, intake, tokenizer)
+    write_json(folder / "corpus.json", corpus)
+    return MergeReport(corpus, statistics, intake.counts)
+
+
+def read_evaluation(files: list[Path], ngram: int) -> Decontaminator:
+    """The evaluation prompts of these files, as n-grams."""
+    decontaminator = Decontaminator(ngram)
+    for path in files:
+        if not path.is_file():
+            raise UserError("no such file", f"decontaminate_with: {path}", exit_code=2)
+        for raw in read_file(path):
+            if raw.problem or not isinstance(raw.value, dict):
+                raise UserError(raw.problem or "not a JSON object", f"{raw.file}:{raw.line}")
+            if raw.value.get("split") == "train":
+                continue
+            for message in raw.value.get("messages", []):
+                if message.get("role") == "user":
+                    decontaminator.add(str(raw.value.get("id", f"{raw.file}:{raw.line}")), message["content"])
+    return decontaminator
+
+
+def describe(count: SourceCount) -> str:
+    """One line about what became of a source."""
+    reasons = ", ".join(f"{number} {reason}" for reason, number in (count.unusable + count.dropped).most_common())
+    return f"source {count.name}: {count.taken} of {count.read} taken" + (f" ({reasons})" if reasons else "")
+
+
+def check_rejections(count: SourceCount, max_fraction: float, rejected: Path) -> None:
+    """Stop when a source is empty or too much of it is unusable."""
+    if not count.taken:
+        raise UserError(f"nothing of its {count.read} records can be used", f"sources: {count.name}", f"see {rejected}")
+    unusable = count.unusable.total()
+    if unusable > max_fraction * count.read:
+        worst, times = count.unusable.most_common(1)[0]
+        raise UserError(
+            f"{unusable} of {count.read} records are unusable, most ({times}) because of: {worst}",
+            f"sources: {count.name}",
+            f"see {rejected}, or raise max_rejected_fraction ({max_fraction})",
+        )
+
+
+def check_supervised_share(statistics: CorpusStatistics, settings: MergeSettings, text_sources: set[str]) -> None:
+    """Stop when a source's masks are all ones, all zeros or of an absurd share (raw text may be all ones)."""
+    low, high = settings.supervised_share_bounds
+    for source in statistics.sources:
+        share = statistics.supervised(source).sum() / statistics.lengths(source).sum()
+        if share < low or (share > high and source not in text_sources):
+            raise UserError(
+                f"{share:.1%} of its tokens are supervised, outside {low:.0%} to {high:.0%}",
+                f"source {source}",
+                "look at its samples in notebooks/01_merge_data.ipynb, or widen supervised_share_bounds",
+            )
+
+
+def _write_split(
+    spool: RecordSpool, numbers: np.ndarray, split: str, folder: Path, statistics: CorpusStatistics
+) -> str:
+    digest = CorpusDigest()
+    with ParquetRecords(folder / f"{split}.parquet") as out:
+        for record in spool.records(numbers):
+            out.write(record)
+            digest.update(record)
+            statistics.add(record, split)
+    return digest.hexdigest()
+
+
+def _describe_corpus(
+    settings: MergeSettings, statistics: CorpusStatistics, digests: dict[str, str], intake: Intake, tokenizer
+) -> dict[str, Any]:
+    identity = {"splits": digests, "tokenizer_hash": tokenizer_hash(tokenizer)}
+    return {
+        "hash": hash_json(identity),
+        **identity,
+        "template_hash": xxhash.xxh3_128_hexdigest(str(tokenizer.chat_template).encode()),
+        "counts": statistics.split_counts(),
+        "max_seq_len": settings.max_seq_len,
+        "longest": int(statistics.lengths().max()),
+        "statistics": statistics.table(),
+        "draft_vocab_coverage": statistics.coverage(),
+        "sources": [count.to_json() for count in intake.counts],
+        "settings": asdict(settings),
+    }
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """xxh3-128 of all that decides how text becomes ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return xxhash.xxh3_128_hexdigest(backend.to_str().encode())
+    return hash_json([sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.all_special_tokens))])

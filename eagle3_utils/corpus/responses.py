@@ -1,0 +1,172 @@
+"""Prompts and the responses already there: reading them, going on with a file, taking over earlier ones.
+
+A response is a line of responses.jsonl: the prompt's fields + `text`, `finish_reason` and, where the API returns token
+ids, `prompt_ids` and `output_ids` (with the stop token, if it was generated). `output_spans` says where the earlier
+assistant turns of a conversation stand in the prompt's ids. `responses.json` beside it says how they were drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from eagle3_utils.corpus.endpoints import Sampling
+from eagle3_utils.corpus.sources import read_file
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import write_json
+
+Prompt = dict[str, Any]
+Response = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """How responses are drawn, and by whom; kept beside them in `responses.json`."""
+
+    model_fingerprint: str
+    sampling: Sampling
+    seed: int = 0
+    max_prompt_tokens: int | None = None
+    api: str = "sglang"
+    api_model: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """JSON that must agree before lines are added to an existing file."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def read_prompts(files: Iterable[Path], split: str | None = "train") -> list[Prompt]:
+    """The prompts of JSONL files, in order; only those of `split` where a prompt names one.
+
+    Raises `UserError` for a missing file, a broken line, a prompt without id or user turn, or an id used twice.
+    """
+    prompts: dict[str, Prompt] = {}
+    for path in files:
+        if not path.is_file():
+            raise UserError("no such prompt file", str(path), exit_code=2)
+        for raw in read_file(path):
+            prompt, where = raw.value, f"{raw.file}:{raw.line}"
+            if raw.problem or not isinstance(prompt, dict):
+                raise UserError(raw.problem or "not a JSON object", where)
+            messages = prompt.get("messages")
+            if not isinstance(prompt.get("id"), str) or not isinstance(messages, list) or not messages:
+                raise UserError("a prompt needs an `id` and `messages`", where)
+            if split is not None and prompt.get("split", split) != split:
+                continue
+            if prompt["id"] in prompts:
+                raise UserError(f"the id {prompt['id']!r} is used twice", where)
+            prompts[prompt["id"]] = prompt
+    return list(prompts.values())
+
+
+def read_responses(path: Path) -> dict[str, Response]:
+    """The finished lines of a responses file (plain or compressed), by id; a broken last line is left out."""
+    responses, broken = {}, None
+    for raw in read_file(path):
+        if broken is not None:
+            raise UserError(broken.problem or "not a response", f"{broken.file}:{broken.line}")
+        if raw.problem or not isinstance(raw.value, dict) or "id" not in raw.value or "text" not in raw.value:
+            broken = raw  # forgiven only if nothing follows
+        else:
+            responses[raw.value["id"]] = raw.value
+    return responses
+
+
+def resume(path: Path, settings: GenerateSettings) -> dict[str, Response]:
+    """Open a responses file for more lines: cut a half-written last line off, return what is there.
+
+    Raises
+    ------
+    UserError
+        When the lines were drawn by another model or with other sampling parameters.
+    """
+    about = path.with_suffix(".json")
+    if path.is_file() and path.stat().st_size and about.is_file():
+        had = json.loads(about.read_text())
+        for key, value in settings.identity().items():
+            if had.get(key) != value:
+                what = f"its responses were made with {key} = {had.get(key)!r}, now it is {value!r}"
+                raise UserError(what, str(path), "delete the file to generate anew, or use another run_dir")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(about, settings.identity())
+    if not path.is_file():
+        return {}
+    with open(path, "rb+") as file:
+        end = _end_of_last_line(file)
+        file.truncate(end)
+    return read_responses(path)
+
+
+def take_earlier(
+    path: Path, earlier: Iterable[Path], prompts: Iterable[Prompt], done: dict[str, Response], fingerprint: str
+) -> set[str]:
+    """Copy responses that the same model gave earlier to the same prompts into a responses file.
+
+    Parameters
+    ----------
+    earlier : files such as data/responses/*.jsonl.zst, each with a JSON beside it that names its model.
+    done : what the responses file holds; the copies are added to it.
+
+    Returns
+    -------
+    The ids of all earlier responses in the file, copied now or before.
+
+    Raises
+    ------
+    UserError
+        When a file was made by another model: training would mix two targets.
+    """
+    wanted, taken = {prompt["id"]: prompt for prompt in prompts}, set()
+    with open(path, "a") as out:
+        for file in earlier:
+            _check_same_model(file, fingerprint)
+            for name, response in read_responses(file).items():
+                if name in done:
+                    taken |= {name} if done[name]["text"] == response["text"] else set()
+                elif name in wanted and answers(response, wanted[name]):
+                    out.write(json.dumps(response, ensure_ascii=False) + "\n")
+                    done[name] = response
+                    taken.add(name)
+    return taken
+
+
+def _check_same_model(file: Path, fingerprint: str) -> None:
+    about = file.with_name(file.name.split(".jsonl")[0] + ".json")
+    if not file.is_file() or not about.is_file():
+        raise UserError("no such responses, or no JSON beside them", str(file), exit_code=2)
+    made_by = json.loads(about.read_text())["model_fingerprint"]
+    if made_by != fingerprint:
+        what = f"made by the model {made_by[:12]}, the target is {fingerprint[:12]}"
+        raise UserError(what, str(file), "set earlier_responses: []", exit_code=2)
+
+
+def answers(response: Response, prompt: Prompt) -> bool:
+    """Whether a response belongs to a prompt as it is now, not only to its id."""
+    said = [[message for message in side["messages"] if message["role"] != "assistant"] for side in (response, prompt)]
+    return said[0] == said[1]
+
+
+def in_turns_by_source(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts, taken from every source in turn, so that a limit leaves no source out."""
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.get("source", ""), []).append(prompt)
+    mixed = [prompt for row in zip_longest(*by_source.values()) for prompt in row if prompt is not None]
+    return mixed[:limit]
+
+
+def _end_of_last_line(file) -> int:
+    """The offset after the last newline of a binary file."""
+    position = file.seek(0, 2)
+    while position > 0:
+        start = max(0, position - (1 << 16))
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0

@@ -1,0 +1,100 @@
+"""Text with supervised character spans → token ids with a loss mask, in batches, at the tokenizer's own speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from eagle3_utils.corpus.chat import Span
+from eagle3_utils.corpus.formats import Unusable
+
+
+class SpanTokenizer:
+    """Tokenises rendered text and carries character spans over to tokens.
+
+    A token is supervised when all its characters lie in a span. One that reaches across a span's border is not (a
+    served model could not have produced it there); such tokens are counted in `straddling`.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._fast = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
+        self.straddling = 0
+
+    def encode_batch(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[list[int], list[int]] | Unusable]:
+        """(input_ids [T], loss_mask [T]) for every text; an `Unusable` in place of one that cannot be masked."""
+        if self._fast is None:
+            return [self._encode_by_pieces(text, mine) for text, mine in zip(texts, spans, strict=True)]
+        encodings = self._fast.encode_batch(texts, add_special_tokens=False)
+        pairs = zip(encodings, texts, spans, strict=True)
+        return [(encoding.ids, self._mask(encoding, len(text), mine)) for encoding, text, mine in pairs]
+
+    def _mask(self, encoding, num_characters: int, spans: list[Span]) -> list[int]:
+        num_tokens = len(encoding)
+        mask = bytearray(num_tokens)
+        for start, end in spans:
+            first = _token_at(encoding, start, num_characters, num_tokens)
+            last = _token_at(encoding, end, num_characters, num_tokens)  # the first token after the span
+            if first < last and encoding.token_to_chars(first)[0] < start:
+                first, self.straddling = first + 1, self.straddling + 1
+            if last < num_tokens and encoding.token_to_chars(last)[0] < end and start < end < num_characters:
+                self.straddling += 1
+            if first < last:
+                mask[first:last] = b"\1" * (last - first)
+        return list(mask)
+
+    def _encode_by_pieces(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]] | Unusable:
+        """For tokenizers without offsets: the pieces between borders, tokenised alone, must add up to the whole."""
+        whole = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, mask, position = [], [], 0
+        for start, end in [*spans, (len(text), len(text))]:
+            for piece, supervised in ((text[position:start], 0), (text[start:end], 1)):
+                tokens = self._tokenizer.encode(piece, add_special_tokens=False) if piece else []
+                ids += tokens
+                mask += [supervised] * len(tokens)
+            position = end
+        if ids != whole:
+            return Unusable("a token reaches across the border of an assistant turn (tokenizer without offsets)")
+        return ids, mask
+
+
+def _token_at(encoding, character: int, num_characters: int, num_tokens: int) -> int:
+    """The first token at or after a character; blanks that belong to no token are passed over."""
+    while character < num_characters:
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return token
+        character += 1
+    return num_tokens
+
+
+def marker_disagreement(
+    tokenizer, messages: list, tools: list | None, encoded: tuple[list[int], list[int]]
+) -> str | None:
+    """Where a template's own `{% generation %}` markers supervise other words than the spans do; None if nowhere.
+
+    Stop tokens and blanks may differ: some templates mark them, some do not.
+    """
+    marked = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    for token, ours, theirs in zip(*encoded, marked["assistant_masks"], strict=False):
+        word = tokenizer.decode([token], skip_special_tokens=True)
+        if ours != theirs and word.strip():
+            return f"{word!r} is {'supervised' if ours else 'not supervised'}, the template's markers say otherwise"
+    return None
+
+
+class RoundTrip:
+    """Counts how rebuilt ids compare with the ids a model really generated, by cause."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.counts = tokenizer, Counter()
+
+    def compare(self, generated: list[int], rebuilt: list[int]) -> None:
+        """One record: ids from the API beside ids from rendering its text."""
+        if rebuilt[: len(generated)] == generated:
+            self.counts["same ids"] += 1
+        elif self._tokenizer.decode(rebuilt)[: len(self._tokenizer.decode(generated))] == self._tokenizer.decode(
+            generated
+        ):
+            self.counts["same text, other token borders"] += 1
+        else:
+            self.counts["other text"] += 1

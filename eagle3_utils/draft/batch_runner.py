@@ -1,0 +1,81 @@
+"""One packed batch through the unroll on whatever device the model is on, with what stays the same between batches."""
+
+from __future__ import annotations
+
+import torch
+
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.distributed import Ranks
+from eagle3_utils.draft.metrics import StepCounts
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.plan import UnrollPlan, plan_unroll
+from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult, training_time_test
+from eagle3_utils.states.dataset import PackedBatch, PackedDataset
+
+_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}
+
+
+class BatchRunner:
+    """Options and a coverage cache around `training_time_test`.
+
+    most_frequent: target id whose constant prediction is the baseline. Whether a teacher row's argmax has a draft id
+    never changes, so it is kept per sample after the first visit: later ones spare most of the target's head.
+    """
+
+    def __init__(self, model: DraftModel, teacher: Teacher, config: TrainConfig, most_frequent: int):
+        self.model, self.teacher, self.device = model, teacher, model.fc.weight.device
+        self.num_steps = config.ttt_steps
+        self.weights = tuple(config.step_weight_decay**step for step in range(config.ttt_steps))
+        self.loss = config.loss
+        hits = (model.target_ids == most_frequent).nonzero()
+        self.baseline_id = int(hits[0]) if len(hits) else -1
+        self._coverage: dict[str, torch.Tensor] = {}
+
+    def plan(self, batch: PackedBatch) -> UnrollPlan:
+        """The plan of a batch, on the CPU."""
+        return plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, self.num_steps)
+
+    def __call__(
+        self,
+        batch: PackedBatch,
+        plan: UnrollPlan,
+        num_supervised: torch.Tensor | None = None,
+        want_overlap: bool = False,
+    ) -> UnrollResult:
+        """Loss and counts of one batch; num_supervised float64 [S]: positions of the whole optimiser step."""
+        rows_of = self._teacher_rows(batch)
+        known = [self._coverage.get(sample) for sample in batch.sample_ids]
+        covered = None if any(part is None for part in known) else torch.cat(known).to(self.device)
+        on_cuda = self.device.type == "cuda"
+        moved, plan = batch.to(self.device, non_blocking=on_cuda), plan.to(self.device)
+        options = UnrollOptions(
+            step_weights=self.weights,
+            loss=self.loss,
+            want_overlap=want_overlap,
+            baseline_id=self.baseline_id,
+            chunk_bytes=_CHUNK_BYTES[self.device.type],
+        )
+        attend = flex_prefix_attention(plan) if on_cuda else eager_prefix_attention(plan)
+        result = training_time_test(
+            self.model, moved, plan, self.teacher, options, num_supervised, covered=covered, attend=attend
+        )
+        if covered is None:
+            parts = result.covered.cpu().split(rows_of)
+            self._coverage |= dict(zip(batch.sample_ids, parts, strict=True))
+        return result
+
+    @torch.no_grad()
+    def validate(self, dataset: PackedDataset, ranks: Ranks, want_overlap: bool = False) -> StepCounts:
+        """Counts over a whole store, all ranks together."""
+        counts = StepCounts.zeros(self.num_steps)
+        for batch in dataset.epoch(0):
+            counts = counts + self(batch, self.plan(batch), want_overlap=want_overlap).counts
+        return StepCounts.from_tensor(ranks.sum(counts.as_tensor()))
+
+    @staticmethod
+    def _teacher_rows(batch: PackedBatch) -> list[int]:
+        """Teacher rows of each sample; they stand in `final` sample after sample."""
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), (batch.final_index >= 0).cumsum(0)])
+        return before[batch.cu_seqlens.long()].diff().tolist()

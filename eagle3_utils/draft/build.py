@@ -1,0 +1,116 @@
+"""A draft to begin with: its shape from the target, its vocabulary from the corpus, its first weights.
+
+`lm_head` starts as the target's own rows and `norm` as the target's final norm, so that the draft begins by reading
+its hidden state the way the target does; everything else is random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.checkpoint import BEST_WEIGHTS
+from eagle3_utils.draft.export import load_draft
+from eagle3_utils.draft.network import DraftConfig, DraftModel
+from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import resolve_path
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.target import Target, load_embed_tokens, load_final_norm, load_lm_head, load_target
+
+_INITIAL_STD = 0.02
+_MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
+    """The draft's shape: the target's heads, RoPE and MLP width unless the parameters say otherwise.
+
+    A Llama-like draft of an MLA target gets 128-wide heads, eight of them for keys and values.
+    Raises `UserError` when an MLA draft is wanted for a target without MLA.
+    """
+    text = target.text_config
+    target_is_mla = "kv_lora_rank" in text
+    if config.layer_kind == "mla" and not target_is_mla:
+        raise UserError("layer_kind mla needs a target with MLA (its widths are taken over)", "layer_kind")
+    heads = text["num_attention_heads"]
+    kv_heads, head_dim = text.get("num_key_value_heads", heads), text.get("head_dim") or target.hidden_size // heads
+    if target_is_mla:
+        kv_heads, head_dim = (heads, head_dim) if config.layer_kind == "mla" else (min(8, heads), 128)
+    return DraftConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=config.intermediate_size or text["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(config.draft_vocab_size, target.vocab_size),
+        aux_layers=tuple(aux_layers),
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        rope=target.rope,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        layer_kind=config.layer_kind,
+        **({name: text[name] for name in _MLA_WIDTHS} if config.layer_kind == "mla" else {}),
+    )
+
+
+def supervised_counts(reader: StoreReader, target: Target) -> np.ndarray:
+    """How often each token is predicted in a store, int64 [V]."""
+    stored = (reader.stored(index) for index in range(len(reader)))
+    return count_tokens(((arrays["input_ids"], arrays["loss_mask"]) for arrays in stored), target.vocab_size)
+
+
+def corpus_vocab(counts: np.ndarray, target: Target, size: int) -> VocabMap:
+    """Draft vocabulary from the corpus' counts int64 [V]; the target's end tokens are always in it."""
+    end = target.text_config.get("eos_token_id") or []
+    return build_draft_vocab(counts, min(size, target.vocab_size), end if isinstance(end, list) else [end])
+
+
+def new_draft(config: TrainConfig, target: Target, aux_layers: Iterable[int], vocab: VocabMap) -> DraftModel:
+    """A draft ready to train, float32 on the CPU: warm-started from `init_from`, else as the module says.
+
+    Raises `UserError` when `init_from` was made for other layers or another shape.
+    """
+    wanted = draft_config_for(config, target, aux_layers)
+    if config.init_from is not None:
+        model = _warm_start(resolve_path(config.init_from), target, wanted)
+        model.lm_head.requires_grad_(not config.freeze_lm_head)
+        return model
+    torch.manual_seed(config.seed)
+    model = DraftModel(wanted, vocab, load_embed_tokens(target))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=_INITIAL_STD)
+        model.lm_head.weight.copy_(load_lm_head(target)[vocab.target_ids])
+        model.norm.weight.copy_(load_final_norm(target))
+    model.lm_head.requires_grad_(not config.freeze_lm_head)
+    return model
+
+
+def draft_of_training(config: TrainConfig, data: Path) -> DraftModel:
+    """The best weights of a finished training under a run's data folder, float32 on the CPU, ready to decode."""
+    target = load_target(config.model, config.trust_remote_code)
+    tensors = load_file(data / "draft" / BEST_WEIGHTS)
+    layers = StoreReader(data / "hidden_states" / "train").meta.aux_layers
+    vocab = VocabMap(tensors["d2t"], tensors["t2d"], tensors["t2d"].nonzero().flatten())
+    model = DraftModel(draft_config_for(config, target, layers), vocab, load_embed_tokens(target))
+    model.load_state_dict(tensors)
+    return model.place("cpu", torch.float32).eval()
+
+
+def _warm_start(folder: Path, target: Target, wanted: DraftConfig) -> DraftModel:
+    """A draft folder's weights with its own d2t: a vocabulary built anew would undo them without a word."""
+    model = load_draft(folder, target)
+    if model.config.aux_layers != wanted.aux_layers:
+        raise UserError(
+            f"init_from was trained on layers {model.config.aux_layers}, the states are of {wanted.aux_layers}",
+            str(folder),
+        )
+    return model.train()

@@ -1,0 +1,149 @@
+"""Drafts as SGLang 0.5.14 loads them: config.json and model.safetensors, written and read.
+
+SGLang takes `embed_tokens` from the target, skips unknown keys and does not miss absent ones, so nothing here is
+optional: the config always carries the layer ids, the draft vocabulary's size, RoPE and maximal positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
+from eagle3_utils.draft.network import DraftConfig, DraftModel
+from eagle3_utils.draft.vocab import VocabMap
+from eagle3_utils.errors import UserError
+from eagle3_utils.target import Target, load_embed_tokens
+
+ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
+_MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# our name -> config.json's
+_SHAPE_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "draft_vocab_size": "draft_vocab_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+    "fc_norm": "fc_norm",
+    "norm_output": "norm_output",
+}
+
+
+def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, Any]:
+    """The draft's config.json; its layer ids are those by which this target's class captures the trained layers."""
+    scaled = config.rope.get("rope_type", "default") != "default"
+    values = {
+        "architectures": [ARCHITECTURES[config.layer_kind]],
+        "model_type": "deepseek_v3" if config.layer_kind == "mla" else "llama",
+        **{theirs: getattr(config, ours) for ours, theirs in _SHAPE_KEYS.items()},
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": dict(config.rope) if scaled else None,
+        "rope_parameters": dict(config.rope),
+        "num_aux_hidden_states": config.num_aux_layers,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": layer_ids_for(target, list(config.aux_layers)),
+        },
+        "torch_dtype": dtype,
+    }
+    if config.layer_kind == "mla":
+        values |= {name: getattr(config, name) for name in _MLA_WIDTHS}
+        del values["head_dim"]
+    for name in ("bos_token_id", "eos_token_id"):
+        if target.text_config.get(name) is not None:
+            values[name] = target.text_config[name]
+    return values
+
+
+def export_draft(model: DraftModel, target: Target, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a draft folder; an older one of the same name is replaced only once the new one is complete."""
+    folder = Path(folder)
+    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    tensors = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+    values = config_json(model.config, target, str(dtype).removeprefix("torch."))
+    (new / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def read_draft_config(folder: Path) -> dict[str, Any]:
+    """A draft folder's config.json. Raises `UserError` when it is missing or no EAGLE-3 draft's."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError("no config.json: not a draft folder", str(folder))
+    values = json.loads(path.read_text())
+    if (values.get("architectures") or ["?"])[0] not in ARCHITECTURES.values():
+        known = " or ".join(ARCHITECTURES.values())
+        raise UserError(f"architecture {values.get('architectures')} is not {known}", str(path))
+    return values
+
+
+def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
+    """The draft's shape from its config.json; `aux_layers` are what this target's class captures for its ids."""
+    layer_kind = next(kind for kind, name in ARCHITECTURES.items() if name == values["architectures"][0])
+    shape = {ours: values[theirs] for ours, theirs in _SHAPE_KEYS.items() if values.get(theirs) is not None}
+    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
+    shape.setdefault("draft_vocab_size", shape["vocab_size"])
+    rope = values.get("rope_parameters") or {
+        "rope_type": "default", "rope_theta": values.get("rope_theta", 10000.0), **(values.get("rope_scaling") or {})
+    }  # fmt: skip
+    ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        raise UserError("config.json has no eagle_config.eagle_aux_hidden_state_layer_ids")
+    widths = {name: values[name] for name in _MLA_WIDTHS} if layer_kind == "mla" else {}
+    return DraftConfig(
+        **shape, rope=rope, aux_layers=tuple(aux_layers_of(target, ids)), layer_kind=layer_kind, **widths
+    )
+
+
+def load_draft(
+    folder: Path, target: Target, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> DraftModel:
+    """A draft folder as a model ready for `project` and `decode_step`, with the target's embeddings.
+
+    Raises `UserError` when a tensor is missing, unknown or of the wrong shape (run `eagle3 check-draft` for more).
+    """
+    values = read_draft_config(folder)
+    config = draft_config_of(values, target)
+    tensors = {
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in load_file(Path(folder) / "model.safetensors").items()
+        if name != "embed_tokens.weight"
+    }
+    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
+        tensors |= {"d2t": torch.zeros(config.vocab_size, dtype=torch.int64)}
+        tensors |= {"t2d": torch.ones(config.vocab_size, dtype=torch.bool)}
+    if not {"d2t", "t2d"} <= tensors.keys():
+        raise UserError("d2t and t2d are not both there: draft ids cannot be mapped", str(folder))
+    d2t = tensors["d2t"].to(torch.int64)
+    vocab = VocabMap(d2t, tensors["t2d"].bool(), d2t + torch.arange(len(d2t)))
+    model = DraftModel(config, vocab, load_embed_tokens(target))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(" ".join(str(error).split()), str(folder), "see eagle3 check-draft") from None
+    return model.place(device, dtype).eval()

@@ -1,0 +1,75 @@
+"""What a training run leaves to read: metrics.jsonl (append only), TensorBoard, and Weights & Biases if its key is set.
+
+A resumed run writes some steps again; `read_journal` keeps the last entry of each kind and step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends entries {"kind", "step", …}; closed by `close` or the end of a `with` block."""
+
+    def __init__(self, folder: Path, run_name: str):
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (closed in close)
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._wandb = None
+        if os.environ.get("WANDB_API_KEY") and importlib.util.find_spec("wandb"):
+            import wandb
+
+            self._wandb = wandb.init(project="eagle3", name=run_name, resume="allow")
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """One entry; numbers and lists of numbers (by step of the unroll) become curves."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        curves = {f"{kind}/{name}": value for name, value in _numbers(values).items()}
+        for name, value in curves.items():
+            self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(curves, step=step)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
+
+
+def read_journal(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Entries of one kind by step; of entries written twice, the last. A line cut short by a kill is passed over."""
+    entries: dict[int, dict[str, Any]] = {}
+    path = Path(folder) / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry["kind"] == kind:
+            entries[entry["step"]] = entry
+    return [entries[step] for step in sorted(entries)]
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            flat[name] = value
+        elif isinstance(value, list) and all(isinstance(item, int | float) for item in value):
+            flat |= {f"{name}/{index}": item for index, item in enumerate(value)}
+    return flat

@@ -1,0 +1,59 @@
+"""Training as the notebook starts it: in this process, or as a torchrun over the machine's GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import yaml
+
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.build import draft_of_training
+from eagle3_utils.draft.journal import read_journal
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.train import REPORT, TrainReport, train
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import Stage
+
+_POLL_SECONDS = 2.0
+
+
+def run_training(config: TrainConfig, stage: Stage) -> tuple[DraftModel, TrainReport]:
+    """Train to the end, or go on from the last checkpoint; returns the best draft, float32 on the CPU, and the report.
+
+    With `num_gpus` > 1 every rank is a process of its own; this one shows their progress and hands on an interrupt.
+    Raises `UserError` when a rank fails (its words are in train.log of the stage folder).
+    """
+    if config.num_gpus <= 1:
+        model, report = train(config, stage.log, stage.progress)
+        return model.place("cpu", torch.float32), report
+    parameters = stage.folder / "train.yaml"
+    parameters.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.num_gpus}",
+               "-m", "eagle3_utils.draft.train", str(parameters)]  # fmt: skip
+    _watch(command, stage)
+    report = TrainReport(**json.loads((stage.data / "draft" / REPORT).read_text()))
+    return draft_of_training(config, stage.data), report
+
+
+def _watch(command: list[str], stage: Stage) -> None:
+    """Run torchrun to its end, showing the last journal entry as progress; SIGTERM it when interrupted."""
+    log_path: Path = stage.folder / "train.log"
+    with open(log_path, "a") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                entries = read_journal(stage.data / "draft", "train")
+                if entries:
+                    last = entries[-1]
+                    stage.progress(done=last["step"], unit="steps", rate=last["tokens_per_second"], loss=last["loss"])
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+    if process.returncode:
+        raise UserError(f"training ended with exit code {process.returncode}", str(log_path))

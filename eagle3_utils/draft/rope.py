@@ -1,0 +1,45 @@
+"""Rotary position embedding, of every kind the target may use (default, linear, llama3, YaRN, …).
+
+Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`, so that a draft mirrors its target's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines for positions; frequencies are float32 whatever the model's dtype.
+
+    rope: Hugging Face `rope_parameters` ({"rope_type", "rope_theta", …}). Source: transformers modeling_rope_utils.
+    """
+
+    def __init__(self, rope: dict[str, Any], rotary_dim: int, max_position_embeddings: int):
+        super().__init__()
+        kind = rope.get("rope_type", "default")
+        self.attention_scaling = 1.0
+        if kind == "default":
+            exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+            self.inverse_frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+        else:
+            config = LlamaConfig(
+                head_dim=rotary_dim, max_position_embeddings=max_position_embeddings, rope_parameters=dict(rope)
+            )
+            self.inverse_frequencies, self.attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, device=None)
+
+    def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [N] -> cos, sin, float32 [N, 1, rotary_dim // 2]."""
+        frequencies = self.inverse_frequencies.to(position_ids.device)
+        angles = position_ids[:, None, None].float() * frequencies
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [N, heads, rotary_dim] (halves paired, the NeoX layout); computed in float32."""
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)

@@ -1,0 +1,43 @@
+"""Which packed batches make up each optimiser step, from any position in the data on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+from eagle3_utils.draft.checkpoint import Position
+from eagle3_utils.states.dataset import PackedBatch, PackedDataset
+
+
+class StepSchedule:
+    """`epochs` passes over a dataset in steps of `batches_per_rank` batches; the last step of an epoch may be short."""
+
+    def __init__(self, dataset: PackedDataset, batches_per_rank: int, epochs: float):
+        self.dataset, self.batches_per_rank, self.epochs = dataset, batches_per_rank, epochs
+
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole training; a fraction of an epoch is rounded to whole steps."""
+        whole = int(self.epochs)
+        total = sum(self._steps_in_epoch(epoch) for epoch in range(whole))
+        return max(1, total + round((self.epochs - whole) * self._steps_in_epoch(whole)))
+
+    def steps(self, position: Position, total_steps: int) -> Iterator[tuple[list[PackedBatch], float]]:
+        """Batches of each step from `position` on, with the seconds waited for them.
+
+        The caller advances `position.step` and `position.step_in_epoch` after each step; epochs are turned over here.
+        """
+        while position.step < total_steps:
+            batches = self.dataset.epoch(position.epoch, start=position.step_in_epoch * self.batches_per_rank)
+            while position.step < total_steps:
+                began = time.perf_counter()
+                taken = [batch for _, batch in zip(range(self.batches_per_rank), batches, strict=False)]
+                if not taken:
+                    break
+                yield taken, time.perf_counter() - began
+            else:
+                return
+            position.epoch, position.step_in_epoch = position.epoch + 1, 0
+
+    def _steps_in_epoch(self, epoch: int) -> int:
+        return math.ceil(self.dataset.num_batches(epoch) / self.batches_per_rank)

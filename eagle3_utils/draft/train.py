@@ -1,0 +1,285 @@
+"""Train a draft on stored hidden states; resumable, on one process or under torchrun.
+
+    python -m eagle3_utils.draft.train outputs/RUN/04_train_draft/parameters.yaml
+    torchrun --nproc-per-node 8 -m eagle3_utils.draft.train outputs/RUN/04_train_draft/parameters.yaml
+
+One optimiser step takes `batches_per_step` packed batches, shared out over the ranks. The loss of step i of the
+unroll is divided by the supervised positions of the *whole* optimiser step, so ranks and accumulation change nothing
+but rounding. SIGTERM and SIGINT end the step at hand, write a checkpoint and stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.batch_runner import BatchRunner
+from eagle3_utils.draft.build import corpus_vocab, new_draft, supervised_counts
+from eagle3_utils.draft.checkpoint import (
+    BEST_WEIGHTS,
+    Position,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    save_checkpoint,
+    save_weights,
+)
+from eagle3_utils.draft.distributed import Ranks, open_ranks
+from eagle3_utils.draft.journal import Journal
+from eagle3_utils.draft.metrics import StepCounts
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.optimizer import MasterAdamW, cosine_with_warmup
+from eagle3_utils.draft.schedule import StepSchedule
+from eagle3_utils.draft.signals import StopRequest
+from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import config_values, data_folder, write_json
+from eagle3_utils.states.dataset import PackedBatch, PackedDataset
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.target import load_target
+
+# Parameters that do not change what is learnt (beyond rounding): a run may be resumed with others.
+_FREE = ("device", "num_gpus", "validate_every_steps", "checkpoint_every_steps", "keep_checkpoints",
+         "max_nonfinite_in_a_row", "prefetch_batches", "model", "trust_remote_code")  # fmt: skip
+
+
+REPORT = "report.json"
+
+
+@dataclass
+class TrainReport:
+    """What came of it. validation: `StepCounts.summary()` of the best weights, `baseline` in it; seconds of training
+    in this process; wait_share: part of them spent waiting for data."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    wait_share: float
+    best_step: int
+    validation: dict
+
+
+def train(
+    config: TrainConfig,
+    log: logging.Logger | None = None,
+    progress: Callable[..., None] | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[DraftModel, TrainReport]:
+    """Train to the end, from the newest whole checkpoint if there is one.
+
+    Reads `hidden_states/{train,val}` under the run's data folder, writes `draft/`. progress: called with
+    done, total, unit, rate and more, as `Stage.progress`. Returns the best model by validated accept length.
+    Raises `UserError` on parameters that differ from the checkpoint's, and on too many non-finite steps in a row;
+    KeyboardInterrupt after a signal, once the checkpoint is written.
+    """
+    if ranks is None:
+        with open_ranks(config.device) as ranks:
+            return train(config, log, progress, ranks)
+    trainer = Trainer(config, ranks, log or logging.getLogger("eagle3.train"), progress or (lambda **fields: None))
+    with StopRequest() as stop:
+        return trainer.run(stop)
+
+
+class Trainer:
+    """State of one training run on one rank."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, log: logging.Logger, progress: Callable[..., None]):
+        self.config, self.ranks, self.log, self.progress = config, ranks, log, progress
+        if config.batches_per_step % ranks.num_ranks:
+            raise UserError(f"batches_per_step {config.batches_per_step} is no multiple of {ranks.num_ranks} ranks")
+        data = data_folder(config)
+        self.folder = data / "draft"
+        self.target = load_target(config.model, config.trust_remote_code)
+        reader = StoreReader(data / "hidden_states" / "train")
+        sharing = {"seed": config.seed, "rank": ranks.rank, "num_ranks": ranks.num_ranks,
+                   "prefetch": config.prefetch_batches}  # fmt: skip
+        train_data = PackedDataset(reader, config.max_tokens_per_step, **sharing)
+        self.schedule = StepSchedule(train_data, config.batches_per_step // ranks.num_ranks, config.epochs)
+        val_reader = StoreReader(data / "hidden_states" / "val")
+        self.val_data = PackedDataset(val_reader, config.max_tokens_per_step, shuffle=False, **sharing)
+        counts = supervised_counts(reader, self.target)
+        vocab = corpus_vocab(counts, self.target, config.draft_vocab_size)
+        self.model = new_draft(config, self.target, reader.meta.aux_layers, vocab).place(
+            ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+        )
+        self.optimizer = MasterAdamW(self.model.parameters(), config.weight_decay, config.max_grad_norm)
+        self.position = Position(parameters=self._decisive() | {"states": reader.content_hash()})
+        self._resume()
+        teacher = Teacher.for_model(self.model, self.target)
+        self.runner = BatchRunner(self.model, teacher, config, int(counts.argmax()))
+        self.nonfinite_in_a_row = 0
+        self.seconds = self.waited = 0.0
+        self.steps_here = 0
+
+    def run(self, stop: StopRequest) -> tuple[DraftModel, TrainReport]:
+        """Loop over optimiser steps; see `train`."""
+        config, total = self.config, self.schedule.total_steps()
+        started_tokens = self.position.tokens
+        journal = Journal(self.folder, Path(config.run_dir).name) if self.ranks.is_first else None
+        try:
+            for batches, waited in self.schedule.steps(self.position, total):
+                began = time.perf_counter()
+                entry = self._optimise(batches, total)
+                self.seconds += waited + time.perf_counter() - began
+                self.waited += waited
+                self._tell(journal, entry, total, started_tokens)
+                last = self.position.step == total
+                if last or self.position.step % config.validate_every_steps == 0:
+                    self._validate(journal)
+                stopping = self.ranks.sum(torch.tensor(float(stop.requested))) > 0
+                if last or stopping or self.position.step % config.checkpoint_every_steps == 0:
+                    self._save()
+                if stopping:
+                    self.log.info("stopped by a signal at step %d of %d; run it again", self.position.step, total)
+                    raise KeyboardInterrupt
+            return self._finish(journal, started_tokens)
+        finally:
+            if journal is not None:
+                journal.close()
+
+    def _optimise(self, batches: list[PackedBatch], total: int) -> dict:
+        """One optimiser step over this rank's batches."""
+        plans = [self.runner.plan(batch) for batch in batches]
+        tokens = float(sum(batch.num_tokens for batch in batches))
+        local = torch.stack([plan.num_supervised for plan in plans]).sum(0)
+        summed = self.ranks.sum(torch.cat([local, torch.tensor([tokens], dtype=torch.float64)]))
+        supervised, tokens = summed[:-1], int(summed[-1])
+        self.optimizer.zero_grad()
+        loss, counts = 0.0, StepCounts.zeros(self.config.ttt_steps)
+        for batch, plan in zip(batches, plans, strict=True):
+            result = self.runner(batch, plan, supervised)
+            result.loss.backward()
+            loss, counts = loss + float(result.loss.detach()), counts + result.counts
+        self.ranks.sum_gradients(self.optimizer.parameters)
+        reduced = self.ranks.sum(torch.cat([counts.as_tensor().flatten(), torch.tensor([loss], dtype=torch.float64)]))
+        loss, grad_norm = float(reduced[-1]), self.optimizer.grad_norm()
+        rate = cosine_with_warmup(self.position.step, total, self.config.learning_rate, self.config.warmup_fraction)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.optimizer.step(rate, grad_norm)
+            self.nonfinite_in_a_row = 0
+        else:
+            self._skip(batches, loss, grad_norm)
+        self.position.step += 1
+        self.position.step_in_epoch += 1
+        self.position.tokens += tokens
+        figures = StepCounts.from_tensor(reduced[:-1].view(-1, self.config.ttt_steps)).summary()
+        kept = {name: figures[name] for name in ("accuracy", "accept_length")} | {"loss_by_step": figures["loss"]}
+        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate, "tokens": self.position.tokens, **kept}
+
+    def _skip(self, batches: list[PackedBatch], loss: float, grad_norm: float) -> None:
+        """A step that is not finite changes no weight, is named in the log, and stops the run when it repeats."""
+        self.nonfinite_in_a_row += 1
+        samples = [sample for batch in batches for sample in batch.sample_ids]
+        self.log.error(
+            "step %d skipped: loss %s, gradient norm %s; samples %s", self.position.step, loss, grad_norm, samples
+        )
+        if self.nonfinite_in_a_row >= self.config.max_nonfinite_in_a_row:
+            raise UserError(
+                f"{self.nonfinite_in_a_row} steps in a row were not finite; last samples: {', '.join(samples[:5])} …",
+                str(self.folder),
+                "lower learning_rate, or look for non-finite states: notebook 06",
+            )
+
+    def _validate(self, journal: Journal | None) -> None:
+        figures = self.runner.validate(self.val_data, self.ranks).summary()
+        if figures["accept_length"] > self.position.best_accept_length:
+            self.position.best_step, self.position.best_accept_length = self.position.step, figures["accept_length"]
+            if self.ranks.is_first:
+                save_weights(self.folder / BEST_WEIGHTS, self.model)
+        if journal is not None:
+            journal.write("validation", self.position.step, **figures)
+            accuracy = " ".join(f"{value:.3f}" for value in figures["accuracy"])
+            self.log.info(
+                "step %d validation: accuracy by step %s (baseline %.3f), accept length %.3f",
+                self.position.step, accuracy, figures["baseline"][0], figures["accept_length"],
+            )  # fmt: skip
+        self.ranks.barrier()
+
+    def _finish(self, journal: Journal | None, started_tokens: int) -> tuple[DraftModel, TrainReport]:
+        """The best weights, validated once more with overlap."""
+        self.ranks.barrier()
+        if self.position.best_step >= 0:
+            self.model.load_state_dict(load_file(self.folder / BEST_WEIGHTS))
+        figures = self.runner.validate(self.val_data, self.ranks, want_overlap=True).summary()
+        if journal is not None:
+            journal.write("best", self.position.best_step, **figures)
+        tokens = self.position.tokens - started_tokens
+        report = TrainReport(
+            steps=self.position.step,
+            tokens=self.position.tokens,
+            seconds=round(self.seconds, 1),
+            tokens_per_second=round(tokens / self.seconds, 1) if self.seconds else 0.0,
+            wait_share=round(self.waited / self.seconds, 4) if self.seconds else 0.0,
+            best_step=self.position.best_step,
+            validation=figures,
+        )
+        if journal is not None:
+            write_json(self.folder / REPORT, asdict(report))
+        return self.model, report
+
+    def _tell(self, journal: Journal | None, entry: dict, total: int, started_tokens: int) -> None:
+        """Progress and one journal entry of the step just taken."""
+        if journal is None:
+            return
+        rate = (self.position.tokens - started_tokens) / self.seconds
+        self.steps_here += 1
+        left = (total - self.position.step) * self.seconds / self.steps_here
+        self.progress(
+            done=self.position.step, total=total, unit="steps", rate=round(rate, 1), rate_unit="tokens/s",
+            eta_seconds=round(left), loss=round(entry["loss"], 4),
+        )  # fmt: skip
+        journal.write(
+            "train", self.position.step, **entry, tokens_per_second=rate, wait_share=self.waited / self.seconds
+        )
+
+    def _save(self) -> None:
+        if self.ranks.is_first:
+            save_checkpoint(
+                self.folder / "checkpoints", self.model, self.optimizer, self.position, self.config.keep_checkpoints
+            )
+        self.ranks.barrier()
+
+    def _decisive(self) -> dict:
+        """Parameters that decide what is learnt."""
+        return {key: value for key, value in config_values(self.config).items() if key not in _FREE}
+
+    def _resume(self) -> None:
+        """Go on from the newest whole checkpoint, whose vocabulary is kept; refuse one of other parameters."""
+        found = newest_whole_checkpoint(self.folder / "checkpoints", self.log)
+        if found is None:
+            return
+        path, position = found
+        position.require(self.position.parameters, path)
+        load_checkpoint(path, self.model, self.optimizer)
+        self.position = position
+        self.log.info("resumed from %s: step %d, epoch %d", path, position.step, position.epoch)
+
+
+def main() -> None:
+    """Train from a flat parameters file, as the notebook saves it; what torchrun starts on every rank."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m eagle3_utils.draft.train PARAMETERS.yaml")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    path = Path(sys.argv[1])
+    try:
+        config = TrainConfig.parse(yaml.safe_load(path.read_text()), str(path))
+        _, report = train(config)
+    except UserError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    logging.getLogger("eagle3.train").info("%s", report)
+
+
+if __name__ == "__main__":
+    main()

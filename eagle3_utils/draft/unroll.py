@@ -1,0 +1,138 @@
+"""Training-time test: the draft is trained as it is served, on its own hidden states, for S steps.
+
+    step 0   slot t takes h = fc(aux[t]) and token t+1; it predicts token t+2
+    step i   slot t takes its own h of step i-1 and token t+1+i at position t+i; it predicts token t+2+i
+
+The target's distribution at t+1+i is the teacher. A prediction counts when the loss mask of the *predicted* token
+is 1. The loss of step i is the sum over supervised positions divided by their number; positions whose teacher's
+argmax has no draft id add nothing to that sum. The batch's loss is Σ weight_i · loss_i.
+Source: EAGLE-3 (arXiv 2503.01840), section 3.2; plan.py says which slots are computed and why the rest is not.
+
+T tokens · N rows · S steps · H hidden · A, K heads · E, F head widths · D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from eagle3_utils.draft.attention import PrefixAttention, eager_prefix_attention, merge_own_keys
+from eagle3_utils.draft.loss import LossJob, chunked_loss
+from eagle3_utils.draft.metrics import StepCounts, chain_counts
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.plan import UnrollPlan
+from eagle3_utils.draft.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class UnrollOptions:
+    """step_weights: one per step, S of them. loss: see loss.py. want_overlap costs the whole target head."""
+
+    step_weights: tuple[float, ...]
+    loss: str = "soft"
+    want_overlap: bool = False
+    baseline_id: int = -1
+    chunk_bytes: int = 48 << 20
+
+
+@dataclass
+class UnrollResult:
+    """loss: scalar with a gradient. counts: sums by step. slots int64 [N], supervised and correct bool [N, S]: the
+    same by slot. covered bool [M]: which teacher rows have their argmax in the draft vocabulary."""
+
+    loss: torch.Tensor
+    counts: StepCounts
+    slots: torch.Tensor
+    supervised: torch.Tensor
+    correct: torch.Tensor
+    covered: torch.Tensor
+
+
+def unrolled_hidden(model: DraftModel, batch, plan: UnrollPlan, attend: PrefixAttention) -> list[torch.Tensor]:
+    """Hidden states after the final norm, by step: [n_0, H], [n_1, H], …"""
+    layer, attention, rows = model.midlayer, model.midlayer.self_attn, plan.rows
+    fused = model.project(batch.aux)  # [T, H]
+    # Both first maps read concat(embedding, hidden). Their embedding half is computed once per token for all steps.
+    query_by_embed, query_by_hidden = attention.query_weight().chunk(2, dim=1)
+    kv_by_embed, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
+    embeds = layer.input_layernorm(model.embed(batch.input_ids))  # [T, H]
+    embed_query, embed_kv = F.linear(embeds, query_by_embed), F.linear(embeds, kv_by_embed)
+
+    normed = layer.hidden_norm(fused)
+    cos, sin = model.rotary(batch.position_ids)
+    next_kv = torch.cat([embed_kv[1:], embed_kv[-1:]])  # slot t takes token t+1; a document's last slot is never seen
+    keys, values = attention.keys_values(next_kv + F.linear(normed, kv_by_hidden), cos, sin)
+    hidden, normed = fused.index_select(0, rows), normed.index_select(0, rows)
+    own_keys, own_values, outputs = [], [], []
+    for step, count in enumerate(plan.num_rows):
+        if count == 0:
+            break
+        tokens = rows[:count] + 1 + step
+        cos, sin = model.rotary(batch.position_ids[rows[:count]] + step)
+        if step:
+            hidden = model.next_input(hidden, outputs[-1])[:count]
+            normed = layer.hidden_norm(hidden)
+            latent = embed_kv.index_select(0, tokens) + F.linear(normed, kv_by_hidden)
+            key, value = attention.keys_values(latent, cos, sin)
+            own_keys, own_values = [k[:count] for k in own_keys] + [key], [v[:count] for v in own_values] + [value]
+        latent = embed_query.index_select(0, tokens) + F.linear(normed, query_by_hidden)
+        query = attention.queries(latent, cos, sin)
+        attended, lse = attend(query, keys, values, attention.scale)
+        if step:
+            own = torch.stack(own_keys, 1), torch.stack(own_values, 1)
+            attended = merge_own_keys(attended, lse, query, *own, attention.scale)
+        hidden = layer.finish(hidden, attended)
+        outputs.append(model.norm(hidden))
+    return outputs
+
+
+def training_time_test(
+    model: DraftModel,
+    batch,
+    plan: UnrollPlan,
+    teacher: Teacher,
+    options: UnrollOptions,
+    num_supervised: torch.Tensor | None = None,
+    covered: torch.Tensor | None = None,
+    attend: PrefixAttention | None = None,
+) -> UnrollResult:
+    """Unroll one packed batch and take its loss.
+
+    batch: a `PackedBatch` (input_ids, position_ids, aux [T, L, H], final [M, H]) on the model's device. plan: its
+    `plan_unroll`, moved there. num_supervised float64 [S]: positions to divide by, when the optimiser step has more
+    batches than this one (accumulation, ranks); default: this batch's own. covered bool [M]: from an earlier visit.
+    attend: prefix attention; default the eager one.
+    """
+    attend = attend or eager_prefix_attention(plan)
+    outputs = unrolled_hidden(model, batch, plan, attend)
+    divisor = (plan.num_supervised if num_supervised is None else num_supervised).clamp(min=1)
+    scale = torch.tensor(options.step_weights, dtype=torch.float64) / divisor.cpu()
+    hidden = torch.cat(outputs) if outputs else model.fc.weight.new_zeros(0, model.config.hidden_size)
+    job = LossJob(
+        teacher=teacher,
+        final=batch.final,
+        pair_index=plan.pair_index,
+        step_scale=scale.float().to(hidden.device),
+        kind=options.loss,
+        covered=covered,
+        baseline_id=options.baseline_id,
+        want_overlap=options.want_overlap,
+        chunk_bytes=options.chunk_bytes,
+    )
+    loss, details = chunked_loss(hidden, model.lm_head.weight, job)
+    has_pair = plan.pair_index < plan.num_hidden
+    supervised, correct = plan.by_slot(has_pair), plan.by_slot(details.correct)
+    alive, accepted = chain_counts(correct, supervised)
+    counts = StepCounts(
+        supervised=has_pair.sum(0),
+        correct=details.correct.sum(0),
+        out_of_vocab=(has_pair & ~details.covered[:, None]).sum(0),
+        baseline=(has_pair & details.baseline_hit[:, None]).sum(0),
+        loss=details.loss.double().sum(0),
+        overlap=details.overlap.double().sum(0),
+        alive=alive,
+        accepted=accepted,
+    )
+    return UnrollResult(loss, counts, plan.rows, supervised, correct, details.covered)

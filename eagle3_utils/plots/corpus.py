@@ -1,0 +1,99 @@
+"""Figures of a corpus: how long its samples are, how much of each source is supervised, what a draft vocabulary covers.
+
+`coloured_samples` is no figure but HTML: conversations whose supervised tokens are coloured, for a person to look at.
+"""
+
+from __future__ import annotations
+
+import html
+
+import numpy as np
+from IPython.display import HTML
+from matplotlib.figure import Figure
+
+from eagle3_utils.corpus.records import Record
+from eagle3_utils.corpus.statistics import DRAFT_VOCAB_SIZES, CorpusStatistics
+from eagle3_utils.plots import style
+
+_SUPERVISED_BACKGROUND = "#cfe8f7"  # style.COLOURS[0], paled, so that black text stays readable
+
+
+def length_histogram(statistics: CorpusStatistics, max_seq_len: int) -> Figure:
+    """Samples by length in tokens, one stacked series per source, with the length at which they are cut."""
+    fig, ax = style.figure("Sample lengths", x="tokens per sample", y="samples")
+    longest = int(statistics.lengths().max())
+    edges = np.linspace(0, longest + 1, 41)
+    bottom = np.zeros(len(edges) - 1)
+    for index, source in enumerate(statistics.sources):
+        counts, _ = np.histogram(statistics.lengths(source), edges)
+        ax.bar(edges[:-1], counts, np.diff(edges), bottom=bottom, align="edge", label=source, **style.bar(index))
+        bottom += counts
+    if longest >= 0.8 * max_seq_len:
+        ax.axvline(max_seq_len, color="black", linestyle="--", linewidth=1.0, label=f"max_seq_len {max_seq_len}")
+    style.legend(ax)
+    return fig
+
+
+def response_lengths(lengths: dict[str, list[int]], max_new_tokens: int) -> Figure:
+    """Share of a source's responses that are at most so many tokens long, one line per source."""
+    fig, ax = style.figure("Response lengths", x="generated tokens", y="share of responses, cumulated")
+    for index, (source, values) in enumerate(sorted(lengths.items())):
+        values = np.sort(np.asarray(values))
+        look = style.series(index) | {"markevery": max(1, len(values) // 8)}
+        ax.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=source, **look)
+    ax.axvline(max_new_tokens, color="black", linestyle=":", linewidth=1.0, label=f"limit {max_new_tokens}")
+    ax.set_ylim(0, 1.02)
+    style.legend(ax, loc="lower right")
+    return fig
+
+
+def supervised_share(statistics: CorpusStatistics) -> Figure:
+    """Supervised tokens over all tokens, per source."""
+    fig, ax = style.figure("Supervised share by source", y="supervised tokens / tokens")
+    shares = [
+        float(statistics.supervised(source).sum() / statistics.lengths(source).sum()) for source in statistics.sources
+    ]
+    style.grouped_bars(ax, statistics.sources, {"share": shares})
+    ax.set_ylim(0, 1)
+    return fig
+
+
+def vocabulary_coverage(statistics: CorpusStatistics, sizes: tuple[int, ...] = DRAFT_VOCAB_SIZES) -> Figure:
+    """Share of supervised tokens covered by the D most frequent ids, over D; `sizes` are marked."""
+    fig, ax = style.figure("What a draft vocabulary covers", x="draft vocabulary size D", y="supervised tokens covered")
+    counts = np.sort(statistics.token_counts)[::-1]
+    covered = np.cumsum(counts) / max(1, counts.sum())
+    ranks = np.unique(np.geomspace(1, len(counts), 400).astype(int))
+    ax.plot(ranks, covered[ranks - 1], color=style.COLOURS[0])
+    for index, size in enumerate(size for size in sizes if size < len(counts)):
+        label = f"{size:,}: {covered[size - 1]:.2%}"
+        ax.plot(size, covered[size - 1], **style.series(index + 1) | {"linestyle": ""}, label=label)
+    ax.set_xscale("log")
+    ax.set_ylim(0, 1.03)
+    style.legend(ax, loc="lower right")
+    return fig
+
+
+def coloured_samples(records: list[Record], tokenizer, max_tokens: int = 400) -> HTML:
+    """Records as text, one under the other, the supervised tokens on a coloured ground."""
+    return HTML("<br>".join(coloured_sample(record, tokenizer, max_tokens) for record in records))
+
+
+def coloured_sample(record: Record, tokenizer, max_tokens: int = 400) -> str:
+    """HTML of a record's text; supervised tokens on a coloured ground, the rest grey.
+
+    Runs of one kind are decoded together, so characters of several tokens stay whole.
+    """
+    parts, start = [], 0
+    ids, mask = record.input_ids[:max_tokens], record.loss_mask[:max_tokens]
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[start]:
+            text = html.escape(tokenizer.decode(ids[start:end]))
+            look = f"background:{_SUPERVISED_BACKGROUND};color:black" if mask[start] else f"color:{style.GREY}"
+            parts.append(f'<span style="{look}">{text}</span>')
+            start = end
+    more = "" if len(record.input_ids) <= max_tokens else f" … {len(record.input_ids) - max_tokens} more tokens"
+    title = f"<b>{html.escape(record.source)}</b> · {html.escape(record.id)} · {record.num_tokens} tokens, "
+    title += f"{record.num_supervised} supervised"
+    body = "white-space:pre-wrap;font-family:monospace;font-size:85%;border-left:3px solid #ccc;padding-left:8px"
+    return f'<div>{title}<div style="{body}">{"".join(parts)}{more}</div></div>'

@@ -1,0 +1,144 @@
+"""What is looked at before a server is launched: each finding is one clear line, and costs less than a failed start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from eagle3_utils.errors import UserError
+
+PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "eagle3_capture"
+_ASK = f"""
+import importlib.metadata as m, json, sys
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+names = [p.name for p in m.entry_points(group={PLUGIN_GROUP!r})]
+print(json.dumps({{"python": sys.version.split()[0], "sglang": version("sglang"), "torch": version("torch"),
+                  "plugin": {PLUGIN_NAME!r} in names, "plugins": sorted(set(names))}}))
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What a Python says about itself."""
+
+    path: str
+    python: str
+    sglang: str
+    torch: str | None
+    plugin: bool  # sees our capture plugin
+    plugins: list[str]
+
+
+def ask_interpreter(path: str, environment: dict[str, str] | None = None) -> Interpreter:
+    """Ask a Python whether it has SGLang, which version, and whether it sees the capture plugin (0.1 s).
+
+    Raises
+    ------
+    UserError
+        When it does not run, or has no SGLang.
+    """
+    try:
+        answer = subprocess.run(
+            [path, "-c", _ASK], capture_output=True, text=True, timeout=120, env=environment, cwd=os.sep
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"this Python does not run: {error}", f"server_python: {path}") from None
+    if answer.returncode:
+        raise UserError(f"this Python fails: {answer.stderr.strip().splitlines()[-1:]}", f"server_python: {path}")
+    facts = json.loads(answer.stdout)
+    if facts["sglang"] is None:
+        raise UserError(
+            f"Python {facts['python']} has no SGLang",
+            f"server_python: {path}",
+            "install sglang there, or name the Python of the environment that has it",
+        )
+    return Interpreter(path=path, **facts)
+
+
+def port_holder(port: int) -> str | None:
+    """Who listens on a local TCP port, as "pid 123 (command)"; None when nobody does."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            try:
+                command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
+            except (psutil.Error, TypeError):
+                return "a process of another user"
+            return f"pid {connection.pid} ({command})"
+    return None
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Bind for a moment: the only proof that a server will be able to."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def check_port(port: int) -> int:
+    """The port to use: the one asked for if it is free, any free one for 0.
+
+    Raises `UserError` naming who holds it.
+    """
+    if port == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+    if not port_is_free(port):
+        holder = port_holder(port) or "a process that cannot be seen"
+        raise UserError(f"port {port} is taken by {holder}", f"port: {port}", "stop it, or set port: 0 for a free one")
+    return port
+
+
+def check_model(path: Path) -> int:
+    """Bytes of weights in a checkpoint folder. Raises `UserError` when there are none."""
+    weights = [*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf")]
+    if not weights:
+        raise UserError("no weights (*.safetensors) in the model's folder", str(path))
+    return sum(file.stat().st_size for file in weights)
+
+
+def check_memory(weight_bytes: int, device: str, num_gpus: int) -> None:
+    """Raise `UserError` when the weights alone are more than the device can hold."""
+    if device == "cpu":
+        available = psutil.virtual_memory().available
+        if weight_bytes > available:
+            raise UserError(f"{weight_bytes / 1e9:.1f} GB of weights, {available / 1e9:.1f} GB of memory available")
+        return
+    free = gpu_free_bytes()
+    if len(free) < num_gpus:
+        raise UserError(f"{num_gpus} GPUs asked for, {len(free)} here", "tp_size")
+    if sum(sorted(free)[-num_gpus:]) < weight_bytes:
+        raise UserError(f"{weight_bytes / 1e9:.1f} GB of weights, {sum(free) / 1e9:.1f} GB free on {len(free)} GPUs")
+
+
+def gpu_free_bytes() -> list[int]:
+    """Free memory of each GPU, asked of nvidia-smi so that no CUDA context is made here; [] without GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return [int(line) << 20 for line in answer.stdout.split() if line.isdigit()]
+
+
+def check_staging(folder: Path, max_bytes: int) -> None:
+    """Raise `UserError` when the dump folder cannot hold what staging may grow to."""
+    free = shutil.disk_usage(folder).free
+    if free < max_bytes:
+        raise UserError(
+            f"staging may hold {max_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            f"staging_dir: {folder}",
+            "lower staging_max_bytes, or set staging_dir to a larger disk",
+        )

@@ -1,0 +1,153 @@
+"""The probe's figures: pure functions from dumps and references to a measured number, a threshold and a verdict.
+
+T tokens, L auxiliary layers, H hidden size, V vocabulary, n decoder layers (so n + 1 boundaries).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle3_utils.target import Target, target_logits
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One check: what was measured, what it had to be, and whether it was."""
+
+    name: str
+    measured: str
+    threshold: str
+    passed: bool
+    detail: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "pass" if self.passed else "FAIL"
+
+
+def row_cosines(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Cosine of each pair of rows, float32 [T], of two [T, H] tensors."""
+    return torch.nn.functional.cosine_similarity(one.float(), other.float(), dim=-1)
+
+
+def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Root mean square of the difference over that of `other`: scale counts, unlike in a cosine."""
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-12))
+
+
+def content_problem(dump, input_ids: list[int], num_aux: int, target: Target, dtype: torch.dtype) -> str | None:
+    """The first thing wrong with a dump's ids, shapes, dtype or values; None when it is sound."""
+    num_tokens, hidden_size = len(input_ids), target.hidden_size
+    if dump.input_ids.tolist() != list(input_ids):
+        return "token ids differ from those sent"
+    for name, tensor, shape in (
+        ("aux", dump.aux, (num_tokens, num_aux, hidden_size)),
+        ("final", dump.final, (num_tokens, hidden_size)),
+    ):
+        if tuple(tensor.shape) != shape:
+            return f"{name} is {tuple(tensor.shape)}, not {shape}"
+        if tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype}, not {dtype}"
+        if not torch.isfinite(tensor.float()).all():
+            return f"{name} has {int((~torch.isfinite(tensor.float())).sum())} values that are not finite"
+        if not tensor.float().abs().sum(-1).all():
+            return f"{name} has rows of zeros"
+    return None
+
+
+def logprob_errors(
+    final: torch.Tensor,
+    input_ids: torch.Tensor,
+    served: list[float],
+    lm_head: torch.Tensor,
+    target: Target,
+    model_dtype: torch.dtype,
+) -> torch.Tensor:
+    """|served - rebuilt| log-probability of each next token, float32 [T - 1].
+
+    Parameters
+    ----------
+    final : [T, H] post-norm states. input_ids : [T].
+    served : the server's log-probabilities of input_ids[1:].
+    lm_head : [V, H] as in the checkpoint. model_dtype : that in which the server multiplies; both are cast to it.
+    """
+    logits_TV = target_logits(final[:-1].to(model_dtype), lm_head.to(model_dtype), target)
+    rebuilt = torch.log_softmax(logits_TV, dim=-1).gather(1, input_ids[1:, None]).squeeze(1)
+    return (rebuilt - torch.tensor(served)).abs()
+
+
+def match_boundaries(captured: torch.Tensor, reference: torch.Tensor, skip_first: int = 1) -> torch.Tensor:
+    """Mean cosine of each captured tensor with each reference boundary, float32 [L, B].
+
+    Parameters
+    ----------
+    captured : [T, L, H]. reference : [T, B, H].
+    skip_first : leading tokens left out: the first one's massive activations look alike in most layers.
+    """
+    captured, reference = captured[skip_first:], reference[skip_first:]
+    cosines = torch.empty(captured.shape[1], reference.shape[1])
+    for layer in range(captured.shape[1]):
+        for boundary in range(reference.shape[1]):
+            cosines[layer, boundary] = row_cosines(captured[:, layer], reference[:, boundary]).mean()
+    return cosines
+
+
+def layer_gate(
+    name: str, cosines: torch.Tensor, expected: list[int], min_cosine: float, labels: list[str] | None = None
+) -> tuple[Gate, list[dict]]:
+    """Which boundary each captured tensor really is, and whether that is the one asked for, clear of its neighbours.
+
+    `cosines` [L, B] from `match_boundaries`; `expected` the boundary of each captured tensor. A tensor passes when its
+    best match is the expected one, at `min_cosine` or more, and half the distance to 1 of any other.
+    """
+    rows, passed = [], True
+    for number, boundary in enumerate(expected):
+        best = int(cosines[number].argmax())
+        value = float(cosines[number, boundary])
+        others = torch.cat([cosines[number, :boundary], cosines[number, boundary + 1 :]])
+        runner_up = float(others.max()) if len(others) else -1.0
+        good = best == boundary and value >= min_cosine and (1 - value) <= 0.5 * (1 - runner_up)
+        passed &= good
+        label = labels[number] if labels else f"aux[{number}]"
+        rows.append(
+            {"tensor": label, "expected_boundary": boundary, "found_boundary": best, "cosine": round(value, 6),
+             "next_best_cosine": round(runner_up, 6), "ok": good}
+        )  # fmt: skip
+    lowest = min(row["cosine"] for row in rows)
+    highest_other = max(row["next_best_cosine"] for row in rows)
+    found = ", ".join(f"{row['tensor']} = boundary {row['found_boundary']}" for row in rows)
+    measured = f"cosine ≥ {lowest:.4f}, any other boundary ≤ {highest_other:.4f}"
+    gate = Gate(name, measured, f"≥ {min_cosine}, best match = {expected}", passed, found)
+    return gate, rows
+
+
+def anchor_gate(
+    hidden: torch.Tensor, final: torch.Tensor, embeddings: torch.Tensor, norm_weight: torch.Tensor, target: Target
+) -> Gate:
+    """The two ends of an all-boundaries dump: boundary 0 is the embedding, the norm of boundary n is the final state.
+
+    Parameters
+    ----------
+    hidden : [T, n + 1, H]. final : [T, H]. embeddings : rows of the checkpoint's table for these tokens [T, H].
+    norm_weight : [H] of the final RMS norm; models that store it minus 1 (Gemma) are recognised by the better match.
+    """
+    last = hidden[:, -1].float()
+    normed = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + target.rms_norm_eps)
+    start = float(row_cosines(hidden[:, 0], embeddings).mean())
+    end_errors = [relative_error(normed * (norm_weight.float() + shift), final) for shift in (0.0, 1.0)]
+    passed = start >= 0.999 and min(end_errors) <= 0.02 and hidden.shape[1] == target.num_layers + 1
+    return Gate(
+        "anchors",
+        f"embedding cosine {start:.5f}, final-norm error {min(end_errors):.4f}, {hidden.shape[1]} boundaries",
+        f"≥ 0.999, ≤ 0.02, {target.num_layers + 1}",
+        passed,
+        "boundary 0 against the embedding table, norm(boundary n) against the final state",
+    )
+
+
+def invariance_figure(dump, reference) -> float:
+    """The lower of the mean cosines of `aux` and `final` between two dumps of one sequence."""
+    aux = row_cosines(dump.aux, reference.aux).mean()
+    return float(torch.minimum(aux, row_cosines(dump.final, reference.final).mean()))

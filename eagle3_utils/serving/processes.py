@@ -1,0 +1,177 @@
+"""Processes of a server: who belongs to it, who was left behind by a run that died, and stopping all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import write_json
+from eagle3_utils.serving import guard
+from eagle3_utils.serving.checks import port_holder
+
+NONCE_VARIABLE = "EAGLE3_SERVER_NONCE"
+_TERM_SECONDS, _KILL_SECONDS = 5.0, 30.0
+_DUMP_PATTERNS = ("hs-*.safetensors", "hs-*.tmp", "hs-*.error", "handshake*.json", "handshake*.tmp")
+
+
+def group_members(group: int) -> list[psutil.Process]:
+    """Every live process of a process group."""
+    members = []
+    for process in psutil.process_iter(["pid", "status"]):
+        try:
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except ProcessLookupError:
+            continue
+    return members
+
+
+def stop_group(leader: subprocess.Popen | psutil.Process) -> None:
+    """Stop a server: SIGTERM to the leader, which ends its children, then SIGKILL to all; returns when all are gone.
+
+    Also removes the shared-memory files of killed processes, which nobody else would.
+    Raises `UserError` when a process survives SIGKILL.
+    """
+    group = leader.pid
+    members = {process.pid: process for process in group_members(group)}
+    with contextlib.suppress(psutil.NoSuchProcess):  # the leader may be gone while its group is not
+        members |= {process.pid: process for process in psutil.Process(group).children(recursive=True)}
+    shared = shared_memory_files(members)
+    for sign, seconds in ((signal.SIGTERM, _TERM_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
+        for process in members.values():
+            if sign == signal.SIGKILL or process.pid == group:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(sign)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if isinstance(leader, subprocess.Popen):
+                leader.poll()  # reaps it
+            members |= {process.pid: process for process in group_members(group)}
+            members = {pid: process for pid, process in members.items() if _is_running(process)}
+            if not members:
+                for path in shared:
+                    path.unlink(missing_ok=True)
+                return
+            time.sleep(0.05)
+    raise UserError(f"processes {sorted(members)} of the server do not end", f"process group {group}")
+
+
+def shared_memory_files(pids: Iterable[int]) -> set[Path]:
+    """SGLang's own files in /dev/shm that these processes have mapped or open."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(path) for path in re.findall(r"/dev/shm/sglang_[\w.-]+", maps)}
+            links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir())
+            found |= {Path(link) for link in links if link.startswith("/dev/shm/sglang_")}
+    return found
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start_guard(group: int) -> subprocess.Popen:
+    """A process that kills the server's group when this one dies without having stopped it."""
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", guard.__file__, str(group)], stdin=subprocess.PIPE, start_new_session=True
+    )
+
+
+def remember(folder: Path, pid: int, nonce: str, command: list[str]) -> None:
+    """Write the pid file by which the next start recognises an orphan."""
+    launcher = psutil.Process()
+    facts = {"pid": pid, "nonce": nonce, "launcher_pid": launcher.pid, "launcher_started": launcher.create_time()}
+    write_json(folder / f"server-{pid}.json", facts | {"command": command})
+
+
+def forget(folder: Path, pid: int | None) -> None:
+    if pid is not None:
+        (folder / f"server-{pid}.json").unlink(missing_ok=True)
+
+
+def stop_orphans(folder: Path) -> list[int]:
+    """Stop servers that an earlier process of this run folder launched and did not outlive; their pids.
+
+    A process counts only when its environment still carries the nonce of the pid file and its launcher is dead.
+    """
+    stopped = []
+    for path in folder.glob("server-*.json"):
+        facts = json.loads(path.read_text())
+        try:
+            process = psutil.Process(facts["pid"])
+            is_ours = process.environ().get(NONCE_VARIABLE) == facts["nonce"]
+        except psutil.Error:
+            is_ours = False
+        if is_ours and _launcher_lives(facts):
+            continue
+        if is_ours:
+            stop_group(process)
+            stopped.append(facts["pid"])
+        path.unlink(missing_ok=True)
+    return stopped
+
+
+def _launcher_lives(facts: dict) -> bool:
+    try:
+        return psutil.Process(facts["launcher_pid"]).create_time() == facts["launcher_started"]
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_listener(port: int, group: int) -> None:
+    """Raise `UserError` when the process that listens on the port is not one of the server's."""
+    own = {process.pid for process in group_members(group)}
+    listeners = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+    }
+    if listeners - own - {None}:
+        raise UserError(
+            f"something else answers on port {port}: {port_holder(port)}", "port", "stop it, or set port: 0"
+        )
+
+
+def check_member(pid: int, group: int) -> None:
+    """Raise `UserError` when a handshake's pid is not of the server's process group."""
+    try:
+        is_ours = os.getpgid(pid) == group
+    except ProcessLookupError:
+        is_ours = False
+    if not is_ours:
+        raise UserError(f"the handshake's pid {pid} is not of the server just launched (process group {group})")
+
+
+def empty_dump_folder(folder: Path, remove: bool = False) -> None:
+    """Delete stale dumps and handshakes of capture, and nothing else; with `remove` the folder too if that empties it.
+
+    Raises `UserError` when a live server still writes there.
+    """
+    if not folder.is_dir():
+        return
+    handshake = folder / "handshake.json"
+    if not remove and handshake.is_file():
+        pid = json.loads(handshake.read_text())["pid"]
+        if psutil.pid_exists(pid):
+            raise UserError(f"a live server (pid {pid}) dumps into this folder", str(folder), "set staging_dir")
+    for pattern in _DUMP_PATTERNS:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    if remove and not any(folder.iterdir()):
+        folder.rmdir()

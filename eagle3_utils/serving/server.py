@@ -1,0 +1,283 @@
+"""An SGLang server that can be trusted: checked before launch, identified after it, stopped whole.
+
+    with Server(config, target, log_path=stage.folder / "server.log", run_folder=stage.folder) as server:
+        server.url                                      # normal serving
+
+    with Server(config, target, log_path, run_folder, capture=capture_spec(config, target)) as server:
+        dump, answer = server.client.capture(input_ids, rid="hs-probe-0")
+
+Ready means: the process lives, the process that listens on the port is ours, `/model_info` names our model,
+`/health_generate` answers, and, when capturing, the handshake carries our nonce and the boundaries asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from eagle3_utils.config import ServingOptions
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import resolve_path
+from eagle3_utils.serving import checks, processes
+from eagle3_utils.serving.client import Client
+from eagle3_utils.serving.flags import LONGER_CONTEXT_VARIABLE, longer_context, resolve_device, server_command
+from eagle3_utils.serving.identity import check_handshake, check_model_name, last_error
+from eagle3_utils.serving.plugin_folder import make_plugin_folder
+from eagle3_utils.serving.spec import CaptureSpec, capture_spec
+from eagle3_utils.target import Target
+
+__all__ = ["AttachedServer", "CaptureSpec", "RunningServer", "Server", "capture_spec", "open_servers"]
+
+logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.5
+_FASTEST_LOAD_BYTES_PER_SECOND = 20e9  # a start that beats this did not load these weights
+
+
+class RunningServer:
+    """A ready server, ours or a user's: `url`, `client`, and for a capturing one `dump_dir` and `handshake`."""
+
+    url: str
+    client: Client
+    dump_dir: Path | None = None
+    handshake: dict[str, Any] | None = None
+    pid: int | None = None
+    log_path: Path | None = None
+
+    def alive(self) -> bool:
+        """Whether the server still answers for itself."""
+        return self.client.is_healthy()
+
+
+class Server(RunningServer):
+    """A server launched here, in a process group of its own, and stopped when the block ends.
+
+    Parameters
+    ----------
+    options : the stage's parameters.
+    target : the model to serve.
+    log_path : where the server's output goes.
+    run_folder : where its pid file goes, so that the next start finds an orphan.
+    capture : what to capture; None serves normally, with nothing wrapped.
+    extra_args : further SGLang flags, after `options.extra_server_args`.
+    environment : further environment variables.
+
+    Raises
+    ------
+    UserError
+        On entry, when something is missing or the server does not become ready; the message says why.
+    """
+
+    def __init__(
+        self,
+        options: ServingOptions,
+        target: Target,
+        log_path: Path,
+        run_folder: Path,
+        capture: CaptureSpec | None = None,
+        extra_args: list[str] = (),
+        environment: dict[str, str] | None = None,
+    ):
+        self.options, self.target, self.capture = options, target, capture
+        self.log_path, self.run_folder, self.extra_args = Path(log_path), Path(run_folder), list(extra_args)
+        self.python = options.server_python or sys.executable
+        self.nonce = secrets.token_hex(8)
+        self.ready_seconds = 0.0
+        self.command: list[str] = []
+        self._environment = environment or {}
+        self._process: subprocess.Popen | None = None
+        self._guard: subprocess.Popen | None = None
+        self._plugin_folder: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> Server:
+        try:
+            self.start()
+        except BaseException:  # also KeyboardInterrupt: a half-started server must not stay
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Check, launch, and wait until ready."""
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        for orphan in processes.stop_orphans(self.run_folder):
+            logger.warning("stopped a server that an earlier run left behind: pid %d", orphan)
+        weight_bytes = checks.check_model(self.target.path)
+        device = resolve_device(self.options)
+        checks.check_memory(weight_bytes, device, self.options.tp_size)
+        environment = self._prepare_environment(device)
+        port = checks.check_port(self.options.port)
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = server_command(
+            self.python, self.options, self.target, port, self.capture is not None, self.extra_args
+        )
+        self._launch(environment)
+        started = time.monotonic()
+        self._wait_until_ready(port, started + self.options.startup_timeout_seconds)
+        self.ready_seconds = time.monotonic() - started
+        if weight_bytes / self.ready_seconds > _FASTEST_LOAD_BYTES_PER_SECOND:
+            rate = weight_bytes / self.ready_seconds / 1e9
+            logger.warning("suspicious: %.0f GB of weights ready at %.0f GB/s", weight_bytes / 1e9, rate)
+
+    def stop(self) -> None:
+        """Stop the whole process group, wait for every process of it, and check that the port is free again."""
+        if hasattr(self, "client"):
+            self.client.close()
+        if self._process is not None:
+            processes.stop_group(self._process)
+            port = int(self.url.rsplit(":", 1)[1])
+            if not checks.port_is_free(port):
+                logger.warning("port %d is still held: %s", port, checks.port_holder(port))
+            self._process = None
+        if self._guard is not None:
+            self._guard.communicate(b"stopped\n")
+            self._guard = None
+        processes.forget(self.run_folder, self.pid)
+        if self.capture is not None:
+            processes.empty_dump_folder(self.capture.dump_dir, remove=True)
+        if self._plugin_folder is not None:
+            self._plugin_folder.cleanup()
+
+    def _prepare_environment(self, device: str) -> dict[str, str]:
+        """The server's environment; for capture also a clean dump folder and a plugin that its Python can see."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_HS_")}
+        environment |= {processes.NONCE_VARIABLE: self.nonce} | self._environment
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # uncompiled, SGLang's imports take minutes
+        if device == "cpu":
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"  # without it SGLang looks for a GPU's kernels
+            # Threads that wait for each other sleep soon: on shared cores spinning costs a time slice per operator.
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        interpreter = checks.ask_interpreter(self.python, environment)
+        if self.capture is None:
+            return environment
+        self.dump_dir = self.capture.dump_dir
+        self.dump_dir.mkdir(parents=True, exist_ok=True)
+        processes.empty_dump_folder(self.dump_dir)
+        checks.check_staging(self.dump_dir, self.capture.max_bytes)
+        environment |= {
+            "SGLANG_HS_DUMP_DIR": str(self.dump_dir),
+            "SGLANG_HS_LAYERS": json.dumps(self.capture.aux_layers),
+            "SGLANG_HS_MAX_BYTES": str(self.capture.max_bytes),
+            "SGLANG_HS_NONCE": self.nonce,
+        } | self._environment
+        if longer_context(self.options, self.target):
+            environment[LONGER_CONTEXT_VARIABLE] = "1"
+        if environment.get("SGLANG_PLUGINS"):
+            environment["SGLANG_PLUGINS"] += f",{checks.PLUGIN_NAME}"
+        if not interpreter.plugin:
+            self._plugin_folder = tempfile.TemporaryDirectory(prefix="eagle3-plugin-")
+            make_plugin_folder(Path(self._plugin_folder.name))
+            paths = [self._plugin_folder.name, environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            if not checks.ask_interpreter(self.python, environment).plugin:
+                raise UserError("this Python does not see the capture plugin", f"server_python: {self.python}")
+        return environment
+
+    def _launch(self, environment: dict[str, str]) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab") as log:
+            log.write(f"$ {' '.join(self.command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+                cwd=self.log_path.parent,
+            )
+        self.pid = self._process.pid
+        self._guard = processes.start_guard(self.pid)
+        processes.remember(self.run_folder, self.pid, self.nonce, self.command)
+        self.client = Client(self.url, self.dump_dir)
+
+    def _wait_until_ready(self, port: int, deadline: float) -> None:
+        while True:
+            if self._process.poll() is not None:
+                raise UserError(
+                    f"the server ended with code {self._process.returncode}: {last_error(self.log_path)}",
+                    str(self.log_path),
+                )
+            if time.monotonic() > deadline:
+                seconds = self.options.startup_timeout_seconds
+                raise UserError(f"the server is not ready after {seconds:.0f} s", str(self.log_path))
+            try:
+                self.client.get_json("/model_info", timeout_seconds=5.0)
+            except (httpx.HTTPError, ValueError):
+                time.sleep(_POLL_SECONDS)
+                continue
+            processes.check_listener(port, self.pid)
+            if self.client.is_healthy():
+                break
+            time.sleep(_POLL_SECONDS)
+        check_model_name(self.client, self.target)
+        if self.capture is not None:
+            self.handshake = check_handshake(self.dump_dir, self.capture, self.target, self.nonce)
+            processes.check_member(self.handshake["pid"], self.pid)
+
+
+class AttachedServer(RunningServer):
+    """A server the user started: identified like our own, never stopped.
+
+    For extraction it is started with the plugin visible to its Python (this package installed there, or
+    `make_plugin_folder` on its PYTHONPATH) and
+
+        SGLANG_HS_DUMP_DIR=/dev/shm/dumps SGLANG_HS_LAYERS='[2, 30, 58]' python -m sglang.launch_server … \\
+            --disable-radix-cache --disable-cuda-graph
+    """
+
+    def __init__(self, url: str, dump_dir: Path | None, target: Target, capture: CaptureSpec | None):
+        self.url, self.dump_dir = url.rstrip("/"), dump_dir
+        self.client = Client(self.url, dump_dir)
+        try:
+            check_model_name(self.client, target)
+        except httpx.HTTPError as error:
+            raise UserError(f"no SGLang server answers: {error}", url) from None
+        if not self.client.is_healthy():
+            raise UserError("the server answers /model_info but does not generate", url)
+        if capture is not None:
+            if dump_dir is None:
+                raise UserError("a server that captures needs its dump folder", "server_dump_dirs")
+            self.handshake = check_handshake(dump_dir, capture, target, nonce=None)
+            self.pid = self.handshake["pid"]
+            if not psutil.pid_exists(self.pid):
+                raise UserError(f"the handshake is a dead server's (pid {self.pid})", str(dump_dir))
+
+
+@contextmanager
+def open_servers(
+    options: ServingOptions, target: Target, log_path: Path, run_folder: Path, capture: CaptureSpec | None = None
+) -> Iterator[list[RunningServer]]:
+    """The servers of a stage: those the user names in `server_urls`, else one launched here and stopped after."""
+    if not options.server_urls:
+        with Server(options, target, log_path, run_folder, capture) as server:
+            yield [server]
+        return
+    folders = [resolve_path(folder) for folder in options.server_dump_dirs]
+    if capture is not None and len(folders) != len(options.server_urls):
+        raise UserError("as many dump folders as servers are needed", "server_dump_dirs", exit_code=2)
+    attached = [
+        AttachedServer(url, folder, target, capture)
+        for url, folder in zip(options.server_urls, folders or [None] * len(options.server_urls), strict=True)
+    ]
+    try:
+        yield attached
+    finally:
+        for server in attached:
+            server.client.close()

@@ -1,0 +1,244 @@
+"""The probe's requests: what is sent to a capturing server, and which gate judges what comes back."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from eagle3_utils.config import ProbeConfig
+from eagle3_utils.serving import gates, reference
+from eagle3_utils.serving.client import Dump, DumpError
+from eagle3_utils.serving.gates import Gate
+from eagle3_utils.serving.pilot import run_pilot
+from eagle3_utils.serving.server import RunningServer
+from eagle3_utils.target import Target, load_embed_tokens, load_final_norm, load_lm_head
+
+_ARRIVAL_SECONDS = 30.0  # after the answer; a GPU's first request may still compile kernels before it
+_LAYER_PROBE_TOKENS = 256  # of one sample, for the comparison with the reference
+_MIN_INVARIANCE = 0.99  # mean cosine: bf16 noise of another batch or chunking stays above it
+_CPU_FULL_BATCH_TOKENS = 4096  # on a CPU a full batch of the longest sample would take minutes
+
+
+class HasTokens(Protocol):
+    """What the probe needs of a training record."""
+
+    id: str
+    input_ids: Sequence[int]
+
+
+class Trials:
+    """The gates in order, with the samples and dumps they share. Each adds to `gates`; none raises for a failure."""
+
+    def __init__(
+        self,
+        server: RunningServer,
+        target: Target,
+        config: ProbeConfig,
+        records: Sequence[HasTokens],
+        log: Callable[[str], None],
+    ):
+        self.server, self.client, self.target, self.config, self.log = server, server.client, target, config, log
+        self.records = records
+        self.samples = random.Random(config.seed).sample(list(records), min(config.num_probe_samples, len(records)))
+        self.longest = max(records, key=lambda record: len(record.input_ids))
+        self.gates: list[Gate] = []
+        self.layer_rows: list[dict] = []
+        self.layer_cosines: dict[str, list[float]] = {}  # captured tensor → cosine with each boundary
+        self.pilot: dict[str, Any] = {}
+        self.dumps: dict[str, Dump] = {}
+        self.boundaries: list[int] = server.handshake["boundaries"]
+        self.dtype = getattr(torch, server.handshake["dtype"])
+        self._number = 0
+
+    def add(self, gate: Gate) -> bool:
+        self.gates.append(gate)
+        self.log(f"{gate.verdict}  {gate.name}: {gate.measured} (wanted {gate.threshold})")
+        return gate.passed
+
+    def rid(self, kind: str) -> str:
+        self._number += 1
+        return f"hs-probe-{kind}-{self._number}"
+
+    def identity(self) -> None:
+        facts = self.server.handshake
+        wanted = {"num_layers": self.target.num_layers, "hidden_size": self.target.hidden_size}
+        wrong = [name for name, value in wanted.items() if facts[name] != value]
+        measured = f"{facts['model_class']}, boundaries {self.boundaries} by {facts['method']}, pid {facts['pid']}"
+        self.add(Gate("identity", measured, "the handshake of this target's server", not wrong, str(wrong or "")))
+
+    def arrival(self) -> bool:
+        ids, rid = list(self.samples[0].input_ids), self.rid("arrival")
+        started = time.monotonic()
+        wanted = f"within {_ARRIVAL_SECONDS:.0f} s"
+        try:
+            self.client.capture(ids, rid, wait_seconds=_ARRIVAL_SECONDS)
+        except DumpError as error:
+            return self.add(Gate("dump arrives", "none", wanted, False, str(error)))
+        return self.add(Gate("dump arrives", f"{time.monotonic() - started:.2f} s", wanted, True))
+
+    def content(self) -> None:
+        """Samples as they are, together with the shortest request there can be."""
+        sequences = {self.rid("content"): list(sample.input_ids) for sample in self.samples}
+        first = next(iter(sequences.values()))
+        sequences[self.rid("one-token")] = first[:1]
+        problems = []
+        try:
+            dumps = self.client.capture_many(sequences.items(), self.config.num_concurrent)
+        except DumpError as error:
+            self.add(Gate("ids, shapes, values", "a request failed", "0 problems", False, str(error)))
+            return
+        for rid, ids in sequences.items():
+            problem = gates.content_problem(dumps[rid], ids, len(self.boundaries), self.target, self.dtype)
+            if dumps[rid].metadata["nonce"] != self.server.handshake["nonce"]:
+                problem = "the dump is of another server"
+            if problem:
+                problems.append(f"{rid}: {problem}")
+        self.dumps = {sample.id: dump for sample, dump in zip(self.samples, dumps.values(), strict=False)}
+        measured = f"{len(problems)} problems in {len(dumps)} dumps"
+        self.add(Gate("ids, shapes, values", measured, "0 problems", not problems, "; ".join(problems[:3])))
+
+    def quiet(self) -> None:
+        """Ordinary requests and health checks leave nothing, and nothing unasked is there."""
+        try:
+            self.client.generate(list(self.samples[0].input_ids)[:16], max_new_tokens=2)
+        except DumpError as error:
+            self.add(Gate("nothing unasked", "an ordinary request failed", "0 files", False, str(error)))
+            return
+        self.client.is_healthy()
+        time.sleep(0.2)
+        files = [path.name for path in self.server.dump_dir.iterdir() if not path.name.startswith("handshake")]
+        self.add(Gate("nothing unasked", f"{len(files)} files", "0 files", not files, ", ".join(sorted(files)[:3])))
+
+    def logprobs(self) -> None:
+        """The served log-probabilities, rebuilt from the dumped final state and the checkpoint's own lm_head."""
+        model_dtype = getattr(torch, self.server.handshake["model_dtype"])
+        lm_head = load_lm_head(self.target)
+        errors = []
+        try:
+            for sample in self.samples:
+                ids = list(sample.input_ids)
+                dump, answer = self.client.capture(ids, self.rid("logprobs"), return_logprob=True, logprob_start_len=0)
+                served = [value for value, _id, _text in answer["meta_info"]["input_token_logprobs"][1:]]
+                if len(served) != len(ids) - 1:
+                    raise DumpError(f"{len(served)} log-probabilities for {len(ids)} tokens")
+                ids = dump.input_ids
+                errors.append(gates.logprob_errors(dump.final, ids, served, lm_head, self.target, model_dtype))
+        except DumpError as error:
+            self.add(Gate("log-probabilities rebuilt", "a request failed", "-", False, str(error)))
+            return
+        all_errors = torch.cat(errors)
+        mean, high = float(all_errors.mean()), float(all_errors.quantile(0.99))
+        limit = self.config.max_logprob_error
+        measured = f"mean error {mean:.5f}, 99th percentile {high:.5f} over {len(all_errors)} tokens"
+        passed = mean <= limit and high <= 10 * limit
+        self.add(Gate("log-probabilities rebuilt", measured, f"≤ {limit}, ≤ {10 * limit}", passed))
+
+    def layers(self) -> None:
+        """Which layer each tensor really is: against Hugging Face where it fits, and against an all-boundaries dump."""
+        ids = list(self.samples[0].input_ids)[:_LAYER_PROBE_TOKENS]
+        use_hf = self.config.reference == "huggingface" or (
+            self.config.reference == "auto" and reference.fits_in_memory(self.target)
+        )
+        try:
+            if use_hf:
+                dump, _ = self.client.capture(ids, self.rid("layers"))
+                hidden = reference.huggingface_boundaries(self.target, ids)
+                captured = torch.cat([dump.aux, dump.final[:, None]], dim=1)
+                expected = [*self.boundaries, self.target.num_layers]
+                labels = [f"aux[{i}]" for i in range(len(self.boundaries))] + ["final"]
+                cosines = gates.match_boundaries(captured, hidden)
+                gate, self.layer_rows = gates.layer_gate(
+                    "layers against Hugging Face", cosines, expected, self.config.min_layer_cosine, labels
+                )
+                self.layer_cosines = dict(zip(labels, cosines.tolist(), strict=True))
+                self.add(gate)
+            if not use_hf or self.config.reference == "auto":
+                self._anchored(ids, is_the_gate=not use_hf)
+        except DumpError as error:
+            self.add(Gate("layers found by value", "a request failed", "-", False, str(error)))
+
+    def _anchored(self, ids: list[int], is_the_gate: bool) -> None:
+        dump, _ = self.client.capture(ids, f"hs-all-{self.rid('anchored')}")
+        rows = load_embed_tokens(self.target)[torch.tensor(ids)]
+        self.add(gates.anchor_gate(dump.hidden, dump.final, rows, load_final_norm(self.target), self.target))
+        cosines = gates.match_boundaries(dump.aux, dump.hidden)
+        gate, found = gates.layer_gate("layers against all boundaries", cosines, self.boundaries, 0.9999)
+        self.add(gate)
+        if is_the_gate:
+            self.layer_rows = found
+            self.layer_cosines = {row["tensor"]: line for row, line in zip(found, cosines.tolist(), strict=True)}
+
+    def invariance(self) -> None:
+        """One sequence alone, twice in a row, inside a full batch, and chunked: the same states."""
+        ids = list(self.samples[0].input_ids)
+        figures: dict[str, float] = {}
+        try:
+            alone, _ = self.client.capture(ids, self.rid("alone"))
+            again, _ = self.client.capture(ids, self.rid("again"))
+            figures["twice"] = gates.invariance_figure(again, alone)
+            batch = [(self.rid("batch"), ids) for _ in range(self.config.num_concurrent)]
+            dumps = self.client.capture_many(batch, self.config.num_concurrent)
+            figures[f"in a batch of {len(batch)}"] = min(gates.invariance_figure(d, alone) for d in dumps.values())
+            for sample in self.samples[1:4]:  # other neighbours, other places in the batch
+                other, _ = self.client.capture(list(sample.input_ids), self.rid("other"))
+                if sample.id in self.dumps:
+                    figure = gates.invariance_figure(self.dumps[sample.id], other)
+                    figures["among others"] = min(figure, figures.get("among others", 1.0))
+        except DumpError as error:
+            self.add(Gate("invariance", "a request failed", f"≥ {_MIN_INVARIANCE}", False, str(error)))
+            return
+        chunk = self.server.handshake["chunked_prefill_size"]
+        total = len(ids) * self.config.num_concurrent
+        split = "chunks were split" if chunk and 0 < chunk < total else "too short to be chunked"
+        detail = ", ".join(f"{name} {value:.5f}" for name, value in figures.items())
+        lowest = min(figures.values())
+        passed = lowest >= _MIN_INVARIANCE
+        self.add(
+            Gate("invariance", f"mean cosine ≥ {lowest:.5f}", f"≥ {_MIN_INVARIANCE}", passed, f"{detail}; {split}")
+        )
+
+    def capacity(self) -> None:
+        """The longest sample of the corpus, then as many of them at once as fit the server's running batch."""
+        longest = list(self.longest.input_ids)
+        limit = self.config.max_seq_len
+        if len(longest) > limit:
+            fix = f"the corpus was cut longer than max_seq_len {limit}"
+            self.add(Gate("capacity", f"longest sample {len(longest)} tokens", f"≤ {limit}", False, fix))
+            return
+        count = self.config.num_concurrent
+        if self.server.handshake["device"] == "cpu":
+            count = max(2, min(count, _CPU_FULL_BATCH_TOKENS // len(longest)))
+        staging = self.server.handshake["max_bytes"]
+        try:
+            dump, _ = self.client.capture(longest, self.rid("longest"))
+            problem = gates.content_problem(dump, longest, len(self.boundaries), self.target, self.dtype)
+            batch = [(self.rid("full"), longest) for _ in range(count)]
+            self.client.capture_many(batch, count)
+        except DumpError as error:
+            self.add(Gate("capacity", "a request failed", "every dump arrives", False, str(error)))
+            return
+        size = sum(tensor.numel() * tensor.element_size() for tensor in (dump.aux, dump.final, dump.input_ids))
+        room = staging // size
+        measured = f"{len(longest)} tokens, {size / 1e6:.1f} MB a dump, {count} at once; staging holds {room}"
+        passed = problem is None and room >= 4
+        self.add(Gate("capacity", measured, "every dump arrives, staging holds ≥ 4", passed, problem or ""))
+
+    def rate(self) -> None:
+        records = random.Random(self.config.seed + 1).sample(
+            list(self.records), min(self.config.num_pilot_samples, len(self.records))
+        )
+        try:
+            self.pilot = run_pilot(self.client, [list(r.input_ids) for r in records], self.config.num_concurrent)
+        except DumpError as error:
+            self.add(Gate("rate", "a request failed", "> 0", False, str(error)))
+            return
+        pilot = self.pilot
+        measured = (
+            f"{pilot['tokens_per_second']:,.0f} tokens/s ({pilot['tokens_per_second_low']:,.0f}-"
+            f"{pilot['tokens_per_second_high']:,.0f}), {pilot['bytes_per_second'] / 1e6:,.1f} MB/s"
+        )
+        self.add(Gate("rate", measured, "> 0", pilot["tokens_per_second"] > 0, f"{pilot['num_samples']} samples"))

@@ -1,0 +1,168 @@
+"""Packed batches from stores: documents end to end without padding, in an order fixed by seed and epoch.
+
+    dataset = PackedDataset(StoreReader(folder), max_tokens=2048, seed=0)
+    for batch in dataset.epoch(0):
+        ...
+
+Legend: T tokens in the batch, S samples, L auxiliary layers, H hidden, M rows with a final state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.codec import supervised_rows
+from eagle3_utils.states.reader import StoreReader
+
+WINDOW = 256  # samples among which a batch is put together; small enough to keep batches random
+
+
+@dataclass
+class PackedBatch:
+    """Whole samples end to end. Row r of `final` is the teacher of token r + 1; -1 in `final_index`: none needed."""
+
+    input_ids: torch.Tensor  # int64 [T]
+    loss_mask: torch.Tensor  # bool [T]
+    position_ids: torch.Tensor  # int64 [T], from 0 in every document
+    document_ids: torch.Tensor  # int64 [T], 0 … S-1
+    cu_seqlens: torch.Tensor  # int32 [S + 1]
+    aux: torch.Tensor  # bf16 [T, L, H]
+    final: torch.Tensor  # bf16 [M, H], only the rows whose prediction is supervised
+    final_index: torch.Tensor  # int64 [T], row of `final`, or -1
+    sample_ids: list[str]
+    sources: list[str]  # per sample
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    def to(self, device, **kwargs) -> PackedBatch:
+        """The same batch with its tensors on another device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device, **kwargs) for k, v in moved.items() if torch.is_tensor(v)})
+
+
+def pack(lengths: np.ndarray, max_tokens: int, rng: np.random.Generator) -> list[list[int]]:
+    """Put every sample into one batch of at most `max_tokens`; the order of batches and of samples is random.
+
+    Samples are shuffled, then packed best-fit-decreasing within windows, which fills batches to 95 % and more.
+    """
+    order, batches = rng.permutation(len(lengths)), []
+    for start in range(0, len(order), WINDOW):
+        window = order[start : start + WINDOW]
+        bins: list[list[int]] = []
+        room: list[int] = []
+        for index in window[np.argsort(-lengths[window], kind="stable")]:
+            length = int(lengths[index])
+            fitting = [number for number, space in enumerate(room) if space >= length]
+            if fitting:
+                best = min(fitting, key=room.__getitem__)
+                bins[best].append(int(index))
+                room[best] -= length
+            else:
+                bins.append([int(index)])
+                room.append(max_tokens - length)
+        batches += bins
+    return [batches[number] for number in rng.permutation(len(batches))]
+
+
+def even_out(batches: list[list[int]], num_ranks: int) -> list[list[int]]:
+    """Split batches until their number is a multiple of `num_ranks`, so that no sample is dropped or repeated."""
+    batches = [list(batch) for batch in batches]
+    while len(batches) % num_ranks:
+        largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+        if len(batches[largest]) < 2:
+            raise UserError(f"too few samples for {num_ranks} ranks", fix="use fewer ranks or more samples")
+        half = len(batches[largest]) // 2
+        batches.append(batches[largest][half:])
+        batches[largest] = batches[largest][:half]
+    return batches
+
+
+class PackedDataset:
+    """The samples of a reader as packed batches; every sample once an epoch, over all ranks together.
+
+    Parameters
+    ----------
+    max_tokens : tokens per batch, at most; no sample may be longer (`UserError`).
+    seed, rank, num_ranks : every rank gets the same number of batches, from one plan made of seed and epoch.
+    shuffle : false for validation: the same order in every epoch.
+    prefetch : batches read ahead by a background thread.
+    """
+
+    def __init__(
+        self,
+        reader: StoreReader,
+        max_tokens: int,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        shuffle: bool = True,
+        prefetch: int = 2,
+    ):
+        self.reader, self.max_tokens, self.seed = reader, max_tokens, seed
+        self.rank, self.num_ranks, self.shuffle, self.prefetch = rank, num_ranks, shuffle, prefetch
+        if len(reader) == 0:
+            raise UserError("the store holds no samples", str(reader.folders[0]), "run stage 03 first")
+        longest = int(reader.lengths.argmax())
+        if reader.lengths[longest] > max_tokens:
+            raise UserError(
+                f"sample {reader.ids[longest]!r} has {reader.lengths[longest]} tokens, a batch at most {max_tokens}",
+                fix="raise max_tokens_per_step or lower max_seq_len",
+            )
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """This rank's batches of an epoch, as lists of reader indices."""
+        rng = np.random.default_rng([self.seed, epoch if self.shuffle else 0])
+        return even_out(pack(self.reader.lengths, self.max_tokens, rng), self.num_ranks)[self.rank :: self.num_ranks]
+
+    def num_batches(self, epoch: int) -> int:
+        """Batches of this rank in an epoch (the same for every rank; it may differ by a few between epochs)."""
+        return len(self.plan(epoch))
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[PackedBatch]:
+        """The batches of an epoch from number `start` on."""
+        plan = self.plan(epoch)[start:]
+        if self.prefetch == 0:
+            yield from map(self.load, plan)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="batch-reader") as pool:
+            waiting = [pool.submit(self.load, indices) for indices in plan[: self.prefetch]]
+            try:
+                for number in range(len(plan)):
+                    batch = waiting.pop(0).result()
+                    if number + self.prefetch < len(plan):
+                        waiting.append(pool.submit(self.load, plan[number + self.prefetch]))
+                    yield batch
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def load(self, indices: list[int]) -> PackedBatch:
+        """Read the given samples into one batch (one copy: from the memory map into the batch)."""
+        samples = [self.reader.read(index) for index in indices]
+        lengths = [len(sample.input_ids) for sample in samples]
+        needed = [supervised_rows(sample.loss_mask) for sample in samples]
+        finals = [
+            sample.final[torch.from_numpy(rows[sample.final_rows])]
+            for sample, rows in zip(samples, needed, strict=True)
+        ]
+        needed_T = torch.from_numpy(np.concatenate(needed))
+        return PackedBatch(
+            input_ids=torch.from_numpy(np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)),
+            loss_mask=torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]) != 0),
+            position_ids=torch.cat([torch.arange(length) for length in lengths]),
+            document_ids=torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths)),
+            cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32),
+            aux=torch.cat([sample.aux for sample in samples]),
+            final=torch.cat(finals),
+            final_index=torch.where(needed_T, needed_T.cumsum(0) - 1, -1),
+            sample_ids=[sample.id for sample in samples],
+            sources=[sample.source for sample in samples],
+        )

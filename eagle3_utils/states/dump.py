@@ -1,0 +1,153 @@
+"""Reading what the capture plugin leaves, `DUMP_DIR/<rid>.safetensors`, and checking it against what was sent.
+
+The file is mapped, not read: `aux` and `final` stay in the page cache (or /dev/shm) until a shard is written from
+them. The header is parsed here because safetensors' own reader keeps a file descriptor or copies.
+
+Legend: T tokens, L auxiliary layers, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes
+from eagle3_utils.states.store import Sample, StoreMeta
+
+_DTYPES = {"BF16": torch.bfloat16, "I64": torch.int64}
+_MAX_HEADER_BYTES = 1 << 20
+_STAGED = ("hs-*.safetensors", "hs-*.error")  # a .tmp is still the server's: it becomes one of these
+DUMP_PATIENCE_SECONDS = 60.0  # between the HTTP answer and the dump
+
+
+class BadDump(Exception):
+    """A dump that is not what was asked for; the message is the reason, for the ledger."""
+
+
+@dataclass
+class Dump:
+    """One request's states as the server left them."""
+
+    input_ids: np.ndarray  # int64 [T]
+    aux: torch.Tensor  # bf16 [T, L, H]
+    final: torch.Tensor  # bf16 [T, H], post-norm
+    metadata: dict[str, str]
+    num_bytes: int
+
+
+def read_dump(path: Path) -> Dump:
+    """Map a dump. Raises `BadDump` when the file is not a whole safetensors file with the three tensors."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise BadDump(f"header length {length} in a file of {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise BadDump(f"header is not JSON: {error}") from None
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    tensors = {}
+    for name in ("input_ids", "aux", "final"):
+        entry = header.get(name)
+        if entry is None or entry["dtype"] not in _DTYPES:
+            raise BadDump(f"tensor {name} is missing or has dtype {entry and entry['dtype']}")
+        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+            raise BadDump(f"tensor {name} {shape} does not fit the file of {size} bytes")
+        tensors[name] = data[8 + length + start : 8 + length + end].view(dtype).view(shape)
+    ids = tensors["input_ids"]
+    if ids.dtype != torch.int64:
+        raise BadDump("input_ids are not int64")
+    return Dump(ids.numpy(), tensors["aux"], tensors["final"], header.get("__metadata__", {}), size)
+
+
+def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None) -> Sample:
+    """The sample of a record, if the dump is its own: rid, token ids, length, layers, server.
+
+    Shapes, dtypes and finite values are checked by the store itself (`Sample.problem`).
+    Raises `BadDump` with the first difference.
+    """
+    said = dump.metadata
+    if said.get("rid") != rid:
+        raise BadDump(f"the dump is of request {said.get('rid')!r}, not {rid!r}")
+    if nonce is not None and said.get("nonce", nonce) != nonce:
+        raise BadDump(f"the dump was left by another server (nonce {said.get('nonce')})")
+    if "layers" in said and json.loads(said["layers"]) != list(meta.aux_layers):
+        raise BadDump(f"the dump holds layers {said['layers']}, not {list(meta.aux_layers)}")
+    wanted = np.asarray(record.input_ids, dtype=np.int64)
+    if len(dump.input_ids) != len(wanted):
+        raise BadDump(f"{len(dump.input_ids)} tokens came back, {len(wanted)} were sent")
+    if (different := np.flatnonzero(dump.input_ids != wanted)).size:
+        raise BadDump(f"token ids differ from position {different[0]} on")
+    sample = Sample(
+        id=record.id,
+        source=record.source,
+        input_ids=wanted.astype(np.int32),
+        loss_mask=np.asarray(record.loss_mask, dtype=np.uint8),
+        aux=dump.aux,
+        final=dump.final,
+    )
+    if problem := sample.problem(meta):
+        raise BadDump(problem)
+    return sample
+
+
+def file_name_of(sample_id: str) -> str:
+    """A sample id as part of a file name; one that had to be changed gets a hash, so that two never become one."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", sample_id)[:100]
+    return plain if plain == sample_id else f"{plain}-{xxhash.xxh3_64_hexdigest(sample_id.encode())}"
+
+
+def wait_for(path: Path) -> None:
+    """Wait for a dump: the HTTP answer may come before the file."""
+    note, deadline, pause = path.with_suffix(".error"), time.monotonic() + DUMP_PATIENCE_SECONDS, 0.001
+    while not path.exists():
+        if note.exists():
+            reason = note.read_text()[:300]
+            note.unlink(missing_ok=True)
+            raise BadDump(f"the server could not write the dump: {reason}")
+        if time.monotonic() > deadline:
+            raise BadDump(f"answered, but no dump within {DUMP_PATIENCE_SECONDS:.0f} s")
+        time.sleep(pause)
+        pause = min(0.02, pause * 1.5)
+
+
+def share_staging(dump_dirs: list[Path], records: list, meta, config) -> tuple[int, int]:
+    """Split the staging area between dumps in flight and dumps held until their shard is closed.
+
+    Returns (bytes of dumps a shard may hold, tokens in flight per server). Two shards may hold dumps at a time (one
+    is written while the next fills), and a dump in flight may exist as a host buffer and as a file.
+    Raises `UserError` when the longest sample does not fit.
+    """
+    free = min(shutil.disk_usage(dump_dir).free for dump_dir in dump_dirs)
+    staging = min(config.staging_max_bytes, free * 9 // 10)
+    per_token = dump_bytes_per_token(meta.hidden_size, len(meta.aux_layers))
+    longest = max((len(record.input_ids) for record in records), default=1) * per_token
+    if longest * STAGING_SHARES > staging:
+        raise UserError(
+            f"staging of {format_bytes(staging)} is too small: the longest sample needs "
+            f"{format_bytes(STAGING_SHARES * longest)}",
+            str(dump_dirs[0]),
+            f"set staging_max_bytes to {STAGING_SHARES * longest} or more, on a staging_dir with that much room",
+        )
+    return staging // 4, min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
+
+
+def sweep(dump_dirs: list[Path], keep: str | None = None) -> None:
+    """Remove dumps that nobody will take: those of a dead run, or all but those of the run with token `keep`."""
+    for dump_dir in dump_dirs:
+        for pattern in _STAGED:
+            for path in dump_dir.glob(pattern):
+                if keep is None or not path.name.startswith(f"hs-{keep}-"):
+                    path.unlink(missing_ok=True)

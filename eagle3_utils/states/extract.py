@@ -1,0 +1,300 @@
+"""Records in, hidden states on disk: sends every record to an SGLang server and stores what the capture plugin dumps.
+
+    report = extract([server], records, folder, meta, config, progress=print)
+
+A dump is checked against what was sent, goes into a shard, and is deleted only when that shard is on disk and in the
+ledger. Whatever is killed, and whenever, starting again stores exactly the samples that are missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from eagle3_utils.config import ExtractConfig
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.dump import BadDump, file_name_of, read_dump, share_staging, sweep, take_sample, wait_for
+from eagle3_utils.states.pool import Pool, Task, Worker, in_buckets
+from eagle3_utils.states.store import StoreMeta, StoreWriter
+
+SERVER_PATIENCE_SECONDS = 60.0  # of failing before a server counts as dead
+STOP_PATIENCE_SECONDS = 10.0  # for requests in flight when the run is interrupted
+MAX_THREADS = 192  # requests in flight per server
+PROGRESS_SECONDS = 1.0
+
+
+@dataclass
+class ExtractReport:
+    """The figures of one run, and of all runs that made the store: a resumed extraction has a rate too."""
+
+    num_samples: int = 0  # stored by this run
+    num_resumed: int = 0  # stored before it
+    num_tokens: int = 0
+    num_retries: int = 0
+    state_bytes: int = 0
+    seconds: float = 0.0
+    num_runs: int = 1
+    total_tokens: int = 0
+    total_seconds: float = 0.0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean over all runs, of the time in which they extracted."""
+        return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """State bytes brought to disk per second, in this run."""
+        return self.state_bytes / self.seconds if self.seconds else 0.0
+
+    def table_row(self) -> dict:
+        """For the result table of the notebook."""
+        return {
+            "samples": self.num_resumed + self.num_samples,
+            "resumed": self.num_resumed,
+            "failed": len(self.failures),
+            "tokens": self.total_tokens,
+            "seconds": round(self.total_seconds, 1),
+            "tokens/s": round(self.tokens_per_second),
+            "runs": self.num_runs,
+        }
+
+
+def summarise(reports: dict[str, ExtractReport]) -> dict:
+    """The figures of several stores together, for metrics.json. Rates count the time in which requests ran."""
+    tokens = sum(report.total_tokens for report in reports.values())
+    seconds = sum(report.total_seconds for report in reports.values())
+    return {
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "seconds": seconds,
+        "num_retries": sum(report.num_retries for report in reports.values()),
+        "num_failed": sum(len(report.failures) for report in reports.values()),
+        "stores": {name: report.table_row() | {"failures": report.failures} for name, report in reports.items()},
+    }
+
+
+def extract(
+    servers: list,
+    records: list,
+    folder: Path,
+    meta: StoreMeta,
+    config: ExtractConfig,
+    progress: Callable[[dict], None] | None = None,
+) -> ExtractReport:
+    """Store the hidden states of all records; resumes what an earlier run left.
+
+    Parameters
+    ----------
+    servers : anything with `url`, `dump_dir` and `handshake` (dict or None).
+    records : `corpus.records.Record`s; ids must be unique.
+    progress : called about once a second with done, total, rates, ETA, staging, disk, failures.
+
+    Raises
+    ------
+    UserError
+        No server answers any more, or the disk is about to be full: what was stored is kept, and starting again
+        resumes. Also when more than `config.max_failed` samples failed.
+    """
+    if len({record.id for record in records}) != len(records):
+        raise UserError("the corpus holds the same sample id twice", str(folder))
+    with ExitStack() as stack:
+        workers = [_attach(server, stack) for server in servers]
+        held_bytes, max_tokens = share_staging([worker.dump_dir for worker in workers], records, meta, config)
+        writer = StoreWriter(folder, meta, config.shard_bytes, held_bytes)
+        stack.callback(writer.abort)  # does nothing after close
+        run = _Run(writer, workers, records, config, max_tokens, progress or (lambda _: None))
+        report = run.run()
+    if len(report.failures) > config.max_failed:
+        first, reason = next(iter(report.failures.items()))
+        raise UserError(
+            f"{len(report.failures)} samples failed, max_failed is {config.max_failed}; the first: {first}: {reason}",
+            str(folder),
+            "start the stage again to retry them, or raise max_failed",
+        )
+    return report
+
+
+class _Run:
+    """One run: threads that send, check and store, and a main thread that watches them."""
+
+    def __init__(self, writer: StoreWriter, workers: list[Worker], records: list, config, max_tokens: int, progress):
+        self.writer, self.workers, self.config, self.progress = writer, workers, config, progress
+        self.num_records, self.dump_dirs = len(records), [worker.dump_dir for worker in workers]
+        writer.ledger.retry_failed()
+        missing = writer.register(in_buckets(records))
+        self.report = ExtractReport(num_resumed=len(records) - len(missing))
+        self.pool = Pool(missing, workers, max_tokens, config.max_retries + 1, SERVER_PATIENCE_SECONDS)
+        shortest = min((len(record.input_ids) for record in missing), default=1)
+        self.num_threads = min(MAX_THREADS, max(1, max_tokens // shortest), max(1, len(missing)))
+        self.token = os.urandom(4).hex()  # tells this run's dumps from those of a dead one
+        self._counting = threading.Lock()
+        self._error: Exception | None = None
+        self._started = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=20)
+
+    def run(self) -> ExtractReport:
+        sweep(self.dump_dirs)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.num_threads * len(self.workers))
+        with httpx.Client(timeout=self.config.request_timeout_seconds, limits=limits, trust_env=False) as client:
+            threads = [
+                threading.Thread(target=self._serve, args=(worker, client), daemon=True)
+                for _ in range(self.num_threads)
+                for worker in self.workers
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                self._watch(threads)
+            finally:
+                self.pool.stop()
+                deadline = time.monotonic() + STOP_PATIENCE_SECONDS
+                for thread in threads:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+                if self._error is None:  # what has arrived is stored, also when the run is interrupted
+                    self.writer.flush()
+                    self._finish_report()
+                    self.writer.close()
+                sweep(self.dump_dirs)
+        self.progress(self._figures())
+        return self.report
+
+    def _finish_report(self) -> None:
+        report = self.report
+        report.seconds, report.state_bytes = time.monotonic() - self._started, self.writer.stored_bytes
+        self._note_run()
+        report.num_runs, report.total_tokens, report.total_seconds = self.writer.ledger.run_totals()
+
+    def _note_run(self) -> None:
+        if self.report.num_samples:
+            seconds = time.monotonic() - self._started
+            self.writer.ledger.note_run(self.token, self.report.num_tokens, seconds)
+
+    def _watch(self, threads: list[threading.Thread]) -> None:
+        """Report until the threads are done; raises what ended them early."""
+        last = 0.0
+        while any(thread.is_alive() for thread in threads) and self._error is None:
+            time.sleep(0.05)
+            if time.monotonic() - last < PROGRESS_SECONDS:
+                continue
+            last = time.monotonic()
+            self._recent.append((last, self.report.num_tokens))
+            self.progress(self._figures())
+            self._note_run()
+            sweep(self.dump_dirs, keep=self.token)
+            free = shutil.disk_usage(self.writer.folder).free
+            if free < self.config.min_free_bytes + self.writer.buffered_bytes:
+                raise UserError(
+                    f"stopped before the disk is full: {free:,} bytes free, {self.pool.unfinished} samples to go",
+                    str(self.writer.folder),
+                    "free space and start the stage again: it resumes (min_free_bytes sets the reserve)",
+                )
+        if self._error is not None:
+            raise self._error
+        if self.pool.unfinished:
+            raise UserError(
+                f"no server answers any more; {self.pool.unfinished} samples to go",
+                ", ".join(worker.url for worker in self.workers),
+                "see the server's log, then start the stage again: it resumes",
+            )
+
+    def _serve(self, worker: Worker, client: httpx.Client) -> None:
+        """One thread: takes tasks for one server until there are none."""
+        try:
+            while (task := self.pool.take(worker)) is not None:
+                self._extract_one(worker, task, client)
+        except Exception as error:  # noqa: BLE001 handed to the main thread, which raises it
+            if not self.pool.stopped:
+                self._error = error
+
+    def _extract_one(self, worker: Worker, task: Task, client: httpx.Client) -> None:
+        rid = f"hs-{self.token}-{file_name_of(task.record.id)}-{task.attempts}"
+        path = worker.dump_dir / f"{rid}.safetensors"
+        try:
+            self._ask(worker, task, client, rid)
+            wait_for(path)
+            dump = read_dump(path)
+            sample = take_sample(dump, task.record, rid, self.writer.meta, worker.nonce)
+        except httpx.TransportError as error:
+            path.unlink(missing_ok=True)
+            unanswered = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            given_up = self.pool.server_failed(worker, task, blame_sample=not unanswered)
+            self._count_failure(task, f"{type(error).__name__}: {error}", given_up)
+            return
+        except BadDump as error:
+            path.unlink(missing_ok=True)
+            self._count_failure(task, str(error), self.pool.sample_failed(worker, task))
+            return
+        self.writer.add(sample, path.unlink, dump.num_bytes, checked=True)
+        with self._counting:
+            self.report.num_samples += 1
+            self.report.num_tokens += task.num_tokens
+        self.pool.stored(worker, task)
+
+    def _ask(self, worker: Worker, task: Task, client: httpx.Client, rid: str) -> None:
+        body = {
+            "rid": rid,
+            "input_ids": [int(token) for token in task.record.input_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        }
+        try:
+            response = client.post(f"{worker.url}/generate", json=body)
+        except httpx.ReadTimeout:
+            raise BadDump(f"no answer within {self.config.request_timeout_seconds:.0f} s") from None
+        if response.status_code != 200:
+            raise BadDump(f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}")
+
+    def _count_failure(self, task: Task, reason: str, given_up: bool) -> None:
+        with self._counting:
+            self.report.num_retries += not given_up
+            if given_up:
+                self.report.failures[task.record.id] = reason
+        if given_up:
+            self.writer.ledger.fail(task.record.id, reason, task.tries)
+
+    def _figures(self) -> dict:
+        """What `progress` is told."""
+        report, now = self.report, time.monotonic()
+        then, tokens_then = self._recent[0]
+        mean = report.num_tokens / max(1e-9, now - self._started)
+        left = self.pool.unfinished_tokens
+        return {
+            "seconds": now - self._started,
+            "done": report.num_resumed + report.num_samples,
+            "total": self.num_records,
+            "failed": len(report.failures),
+            "retries": report.num_retries,
+            "in_flight": self.pool.in_flight,
+            "tokens_per_second": mean,
+            "tokens_per_second_now": (report.num_tokens - tokens_then) / max(1e-9, now - then),
+            "bytes_per_second": self.writer.stored_bytes / max(1e-9, now - self._started),
+            "eta_seconds": left / mean if mean and left else 0.0 if not left else None,
+            "staged_bytes": self.writer.held_bytes,
+            "disk_free_bytes": shutil.disk_usage(self.writer.folder).free,
+            "servers_alive": sum(not worker.dead for worker in self.workers),
+        }
+
+
+def _attach(server, stack: ExitStack) -> Worker:
+    """Take a server's dump folder for this process alone."""
+    dump_dir = Path(server.dump_dir)
+    if not dump_dir.is_dir():
+        raise UserError("the server's dump folder does not exist", str(dump_dir))
+    folder = os.open(dump_dir, os.O_RDONLY)
+    stack.callback(os.close, folder)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError("another extraction uses this dump folder", str(dump_dir), "stop it first") from None
+    handshake = getattr(server, "handshake", None) or {}
+    return Worker(server.url.rstrip("/"), dump_dir, handshake.get("nonce"))

@@ -1,0 +1,155 @@
+"""Which sample is where: one SQLite row per sample, pending → done (shard, row) or failed (reason, tries).
+
+The ledger is the last thing written: a shard counts once its rows are committed here. It can be rebuilt from the
+shards (`store.recover`), because they carry the ids and checksums themselves.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS samples (
+  id TEXT PRIMARY KEY,
+  source TEXT NOT NULL,
+  num_tokens INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')),
+  shard INTEGER,
+  row INTEGER,
+  checksum TEXT,
+  num_bytes INTEGER,
+  tries INTEGER NOT NULL DEFAULT 0,
+  reason TEXT
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS samples_by_place ON samples (shard, row);
+CREATE TABLE IF NOT EXISTS shards (
+  number INTEGER PRIMARY KEY,
+  num_samples INTEGER NOT NULL,
+  file_bytes INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS runs (token TEXT PRIMARY KEY, num_tokens INTEGER NOT NULL, seconds REAL NOT NULL);
+"""
+
+
+class Ledger:
+    """The ledger of one store (WAL, synchronous = FULL). Safe to call from several threads.
+
+    With `read_only` it changes nothing on disk and may be open beside a running writer.
+    """
+
+    def __init__(self, path: Path, read_only: bool = False):
+        self.path, self.read_only = path, read_only
+        self._lock = threading.Lock()
+        if read_only:
+            address = f"{path.resolve().as_uri()}?mode=ro"
+            self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            return
+        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.executescript(SCHEMA)
+
+    def register(self, samples: Iterable[tuple[str, str, int]]) -> None:
+        """Add (id, source, num_tokens) as pending; samples already known keep their state."""
+        rows = list(samples)
+        self._write("INSERT OR IGNORE INTO samples (id, source, num_tokens, state) VALUES (?, ?, ?, 'pending')", rows)
+
+    def commit_shard(self, number: int, file_bytes: int, rows: list[dict]) -> None:
+        """Record a shard and its samples as done, in one transaction.
+
+        Parameters
+        ----------
+        rows : dicts with id, source, num_tokens, row, checksum (int), num_bytes.
+        """
+        with self._lock, self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?)", (number, len(rows), file_bytes))
+            self._connection.executemany(
+                "INSERT INTO samples (id, source, num_tokens, state, shard, row, checksum, num_bytes)"
+                " VALUES (:id, :source, :num_tokens, 'done', :shard, :row, :hex, :num_bytes)"
+                " ON CONFLICT (id) DO UPDATE SET state = 'done', shard = excluded.shard, row = excluded.row,"
+                " checksum = excluded.checksum, num_bytes = excluded.num_bytes, num_tokens = excluded.num_tokens,"
+                " source = excluded.source, reason = NULL",
+                [row | {"shard": number, "hex": f"{row['checksum']:016x}"} for row in rows],
+            )
+
+    def fail(self, sample_id: str, reason: str, tries: int) -> None:
+        """Record that a sample was given up, and why."""
+        self._write(
+            "UPDATE samples SET state = 'failed', reason = ?, tries = tries + ? WHERE id = ? AND state != 'done'",
+            [(reason, tries, sample_id)],
+        )
+
+    def retry_failed(self) -> None:
+        """Make every failed sample pending again."""
+        self._write("UPDATE samples SET state = 'pending' WHERE state = ?", [("failed",)])
+
+    def put_back(self, reasons: dict[str, str]) -> None:
+        """Make done samples pending again, with the reason (used by repair)."""
+        self._write(
+            "UPDATE samples SET state = 'pending', shard = NULL, row = NULL, checksum = NULL, num_bytes = NULL,"
+            " reason = ? WHERE id = ?",
+            [(reason, sample_id) for sample_id, reason in reasons.items()],
+        )
+
+    def forget_shard(self, number: int) -> None:
+        """Drop a shard that no longer exists; its samples must have been put back before."""
+        self._write("DELETE FROM shards WHERE number = ?", [(number,)])
+
+    def note_run(self, token: str, num_tokens: int, seconds: float) -> None:
+        """Keep how far a run came, so that a killed and resumed extraction still has a rate."""
+        self._write("INSERT OR REPLACE INTO runs VALUES (?, ?, ?)", [(token, num_tokens, seconds)])
+
+    def run_totals(self) -> tuple[int, int, float]:
+        """(runs, tokens, seconds) of all extractions into this store."""
+        return self._read("SELECT count(*), coalesce(sum(num_tokens), 0), coalesce(sum(seconds), 0.0) FROM runs")[0]
+
+    def counts(self) -> dict[str, int]:
+        """Number of samples by state: pending, done, failed."""
+        rows = self._read("SELECT state, count(*) FROM samples GROUP BY state")
+        return {"pending": 0, "done": 0, "failed": 0} | dict(rows)
+
+    def ids(self, state: str) -> set[str]:
+        """Ids of the samples in one state."""
+        return {row[0] for row in self._read("SELECT id FROM samples WHERE state = ?", (state,))}
+
+    def failures(self) -> dict[str, str]:
+        """Failed samples and their reasons."""
+        return dict(self._read("SELECT id, reason FROM samples WHERE state = 'failed' ORDER BY id"))
+
+    def shards(self) -> dict[int, tuple[int, int]]:
+        """Shard number → (samples, file bytes)."""
+        return {row[0]: row[1:] for row in self._read("SELECT number, num_samples, file_bytes FROM shards")}
+
+    def places(self) -> list[tuple[str, str, int, int, int, str, int]]:
+        """Done samples by id: (id, source, num_tokens, shard, row, checksum hex, num_bytes)."""
+        return self._read(
+            "SELECT id, source, num_tokens, shard, row, checksum, num_bytes FROM samples"
+            " WHERE state = 'done' ORDER BY id"
+        )
+
+    def close(self) -> None:
+        """Fold the journal into the one file, so that it can be read from a read-only disk."""
+        with self._lock:
+            if not self.read_only:
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._connection.execute("PRAGMA journal_mode = DELETE")
+            self._connection.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _write(self, statement: str, rows: list[tuple]) -> None:
+        with self._lock, self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany(statement, rows)
+
+    def _read(self, statement: str, values: tuple = ()) -> list[tuple]:
+        with self._lock:
+            return self._connection.execute(statement, values).fetchall()

@@ -1,0 +1,172 @@
+"""The work of an extraction: which sample goes to which server next, and what happens when something fails.
+
+All servers draw from one pool, so a slow server gets less work and the work of a dead one goes to the others.
+In flight is bounded by tokens per server, not by requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BUCKET_SAMPLES = 512  # records sorted by length together: batches of like lengths, corpus order at large
+POLL_SECONDS = 0.25  # how late a waiting thread may notice that a retry is due or a server is back
+FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.5, 30.0
+
+
+def in_buckets(records: list) -> list:
+    """The order of extraction: corpus order in buckets, the longest first within a bucket. Deterministic."""
+    ordered = []
+    for start in range(0, len(records), BUCKET_SAMPLES):
+        ordered += sorted(records[start : start + BUCKET_SAMPLES], key=lambda r: (-len(r.input_ids), r.id))
+    return ordered
+
+
+def backoff_seconds(tries: int) -> float:
+    """Seconds to wait after the given number of failures: 0.5, 1, 2, … at most 30."""
+    return min(LAST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** max(0, tries - 1))
+
+
+@dataclass(order=True)
+class Task:
+    """One sample to extract; `tries` counts the attempts that failed because of the sample."""
+
+    order: int
+    record: object = field(compare=False)
+    tries: int = field(default=0, compare=False)
+    attempts: int = field(default=0, compare=False)  # of any kind: makes every rid unique
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.record.input_ids)
+
+
+@dataclass
+class Worker:
+    """One server as the pool sees it."""
+
+    url: str
+    dump_dir: Path
+    nonce: str | None = None
+    in_flight_tokens: int = 0
+    in_flight: int = 0
+    failing_since: float | None = None
+    failures: int = 0
+    retry_at: float = 0.0
+    dead: bool = False
+    num_done: int = 0
+
+
+class Pool:
+    """Tasks in order, shared by the threads of all servers.
+
+    Parameters
+    ----------
+    max_tokens : tokens in flight per server; a longer sample goes alone.
+    max_tries : attempts after which a sample is given up.
+    patience_seconds : how long a server may fail before it is taken for dead.
+    """
+
+    def __init__(self, records: list, workers: list[Worker], max_tokens: int, max_tries: int, patience_seconds: float):
+        self.workers, self.max_tokens, self.max_tries = workers, max_tokens, max_tries
+        self.patience_seconds = patience_seconds
+        self._ready = [Task(order, record) for order, record in enumerate(records)]  # sorted: already a heap
+        self._delayed: list[tuple[float, Task]] = []
+        self._lock = threading.Lock()
+        self._room = {worker.url: threading.Condition(self._lock) for worker in workers}
+        self._unfinished = len(self._ready)
+        self.unfinished_tokens = sum(task.num_tokens for task in self._ready)
+        self.stopped = False
+
+    @property
+    def unfinished(self) -> int:
+        """Samples neither stored nor given up."""
+        return self._unfinished
+
+    @property
+    def in_flight(self) -> int:
+        return sum(worker.in_flight for worker in self.workers)
+
+    def take(self, worker: Worker) -> Task | None:
+        """The next task for a server, waiting for room; None when there is nothing left to do for it."""
+        with self._lock:
+            while not (self.stopped or worker.dead or self._unfinished == 0):
+                now = time.monotonic()
+                while self._delayed and self._delayed[0][0] <= now:
+                    heapq.heappush(self._ready, heapq.heappop(self._delayed)[1])
+                if self._ready and now >= worker.retry_at and self._has_room(worker, self._ready[0]):
+                    task = heapq.heappop(self._ready)
+                    task.attempts += 1
+                    worker.in_flight_tokens += task.num_tokens
+                    worker.in_flight += 1
+                    self._room[worker.url].notify()  # there may be room for one more: one thread at a time finds out
+                    return task
+                self._room[worker.url].wait(POLL_SECONDS)
+            return None
+
+    def stored(self, worker: Worker, task: Task) -> None:
+        """A task's sample is in the writer's hands."""
+        with self._lock:
+            self._leave(worker, task)
+            worker.failing_since, worker.failures = None, 0
+            worker.num_done += 1
+            self._finish(task)
+
+    def sample_failed(self, worker: Worker, task: Task) -> bool:
+        """An attempt failed because of the sample; returns True when the sample is now given up."""
+        with self._lock:
+            self._leave(worker, task)
+            task.tries += 1
+            if task.tries >= self.max_tries:
+                self._finish(task)
+                return True
+            heapq.heappush(self._delayed, (time.monotonic() + backoff_seconds(task.tries), task))
+            return False
+
+    def server_failed(self, worker: Worker, task: Task, blame_sample: bool) -> bool:
+        """A server broke off or did not answer: the task goes back to the pool, the server rests or is dead.
+
+        With `blame_sample` (the connection broke while this sample was in work) the attempt counts against the
+        sample too, so that one that kills servers is given up in the end; returns True when it is.
+        """
+        with self._lock:
+            self._leave(worker, task)
+            now = time.monotonic()
+            if now >= worker.retry_at:  # else one of many requests that failed together
+                worker.failing_since = worker.failing_since or now
+                worker.failures += 1
+                worker.retry_at = now + backoff_seconds(worker.failures)
+                worker.dead = now - worker.failing_since >= self.patience_seconds
+            task.tries += blame_sample
+            if task.tries >= self.max_tries:
+                self._finish(task)
+                return True
+            heapq.heappush(self._ready, task)
+            return False
+
+    def stop(self) -> None:
+        """Hand out nothing more."""
+        with self._lock:
+            self.stopped = True
+            self._wake_all()
+
+    def _has_room(self, worker: Worker, task: Task) -> bool:
+        return worker.in_flight == 0 or worker.in_flight_tokens + task.num_tokens <= self.max_tokens
+
+    def _finish(self, task: Task) -> None:
+        self._unfinished -= 1
+        self.unfinished_tokens -= task.num_tokens
+        if self._unfinished == 0:
+            self._wake_all()
+
+    def _leave(self, worker: Worker, task: Task) -> None:
+        worker.in_flight_tokens -= task.num_tokens
+        worker.in_flight -= 1
+        self._room[worker.url].notify()
+
+    def _wake_all(self) -> None:
+        for condition in self._room.values():
+            condition.notify_all()

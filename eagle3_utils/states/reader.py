@@ -1,0 +1,113 @@
+"""Reading one or several stores as one dataset. Open one reader per worker process; it pickles without its maps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.codec import decode
+from eagle3_utils.states.ledger import Ledger
+from eagle3_utils.states.shard import DamagedShard, Shard, shard_name
+from eagle3_utils.states.store import Sample, read_meta
+
+MAX_OPEN_SHARDS = 256  # each open shard holds a file descriptor
+
+
+class StoreReader:
+    """The done samples of one store or several, in order of their ids, whatever order they were stored in.
+
+    Attributes: `ids` list[str], `sources` list[str], `lengths` int32 [S], `checksums` list[str], `meta`, `num_bytes`.
+    Raises `UserError` for stores of different models or layers, and for a sample that two of them hold.
+    """
+
+    def __init__(self, folders: Path | str | list):
+        self.folders = [Path(f) for f in (folders if isinstance(folders, list | tuple) else [folders])]
+        metas = [read_meta(folder) for folder in self.folders]
+        self.meta = metas[0]
+        entries = []
+        for number, (folder, meta) in enumerate(zip(self.folders, metas, strict=True)):
+            self._check_same_states(meta, folder)
+            ledger = folder / "ledger.sqlite"
+            if not ledger.is_file():
+                raise UserError("the ledger is missing", str(folder), f"rebuild it: eagle3 verify {folder} --repair")
+            with Ledger(ledger, read_only=True) as opened:
+                entries += [(number, *place) for place in opened.places()]
+        entries.sort(key=lambda entry: entry[1])
+        for left, right in pairwise(entries):
+            if left[1] == right[1]:
+                raise UserError(f"sample {left[1]!r} is in both {self.folders[left[0]]} and {self.folders[right[0]]}")
+        self.ids = [entry[1] for entry in entries]
+        self.sources = [entry[2] for entry in entries]
+        self.lengths = np.array([entry[3] for entry in entries], dtype=np.int32)
+        self.checksums = [entry[6] for entry in entries]
+        self.num_bytes = sum(entry[7] for entry in entries)
+        self._places = [(entry[0], entry[4], entry[5]) for entry in entries]
+        self._shards: OrderedDict[tuple[int, int], Shard] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def index_of(self, sample_id: str) -> int:
+        """Position of a sample; KeyError when it is not stored."""
+        low = int(np.searchsorted(self.ids, sample_id))
+        if low == len(self.ids) or self.ids[low] != sample_id:
+            raise KeyError(sample_id)
+        return low
+
+    def read(self, index: int) -> Sample:
+        """Read one sample. States of a bf16 store are views of a private memory map: copied only when touched."""
+        arrays = self.stored(index)
+        return Sample(
+            id=self.ids[index],
+            source=self.sources[index],
+            input_ids=arrays["input_ids"],
+            loss_mask=arrays["loss_mask"],
+            aux=decode(arrays["aux"], arrays.get("aux_scale")),
+            final=decode(arrays["final"], arrays.get("final_scale")),
+            final_rows=arrays["final_rows"].astype(bool),
+        )
+
+    def stored(self, index: int) -> dict[str, np.ndarray]:
+        """The arrays of one sample as they are stored (bits and scales), without decoding."""
+        store, shard, row = self._places[index]
+        return self._open(store, shard).arrays(row)
+
+    def content_hash(self) -> str:
+        """xxh3 over the sorted (id, checksum) pairs: the same states give the same hash in any shard layout."""
+        digest = xxhash.xxh3_64()
+        for sample_id, checksum in zip(self.ids, self.checksums, strict=True):
+            digest.update(f"{sample_id}\0{checksum}\n".encode())
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_shards": OrderedDict()}
+
+    def _open(self, store: int, number: int) -> Shard:
+        key = (store, number)
+        if key not in self._shards:
+            folder = self.folders[store]
+            try:
+                self._shards[key] = Shard(folder / shard_name(number))
+            except DamagedShard as error:
+                raise UserError(str(error), str(folder), f"eagle3 verify {folder} --repair, then stage 03") from error
+            if len(self._shards) > MAX_OPEN_SHARDS:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(key)
+        return self._shards[key]
+
+    def _check_same_states(self, meta, folder: Path) -> None:
+        for key in ("hidden_size", "aux_layers", "fingerprint", "final_is_post_norm"):
+            if getattr(meta, key) != getattr(self.meta, key):
+                raise UserError(
+                    f"{key} is {getattr(meta, key)!r} here but {getattr(self.meta, key)!r} in {self.folders[0]}",
+                    str(folder),
+                )

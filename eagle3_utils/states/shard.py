@@ -1,0 +1,225 @@
+"""One immutable HDF5 file of about 2 GiB: flat rows of many samples, no padding, contiguous, little-endian.
+
+HDF5 lays the file out; the bytes go in and come out through plain file offsets (`dataset.id.get_offset()`), so
+writing runs at the speed of `pwrite` and reading at that of a memory map, without HDF5's global lock.
+
+Datasets, with N rows of tokens, S samples, L auxiliary layers, H hidden, M rows with a final state:
+
+    input_ids int32 [N]    loss_mask uint8 [N]    final_rows uint8 [N] (1: the row has a final state)
+    aux uint16 [N, L, H] (bf16 bits) or uint8 (e4m3 bits) with aux_scale float32 [N, L]
+    final uint16 [M, H] or uint8 with final_scale float32 [M]
+    offsets int64 [S + 1] into the rows    final_offsets int64 [S + 1] into `final`
+    sample_id, source: fixed bytes [S]     checksum uint64 [S]: xxh3 of the id and the stored bytes of that sample
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+import xxhash
+
+FORMAT, VERSION = "eagle3-states", 1
+PER_ROW = ("input_ids", "loss_mask", "final_rows", "aux", "aux_scale")  # indexed by offsets
+PER_FINAL = ("final", "final_scale")  # indexed by final_offsets
+PAGE = 4096
+
+
+class DamagedShard(Exception):
+    """A shard that cannot be opened, or whose header does not fit together."""
+
+
+@dataclass
+class EncodedSample:
+    """A sample as it is stored. Arrays may be views of a staged file; scales are None for bf16."""
+
+    id: str
+    source: str
+    arrays: dict[str, np.ndarray]
+    checksum: int = 0
+
+    def __post_init__(self):
+        self.checksum = self.checksum or checksum_of(self.id, self.arrays)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.arrays["input_ids"])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def checksum_of(sample_id: str, arrays: dict[str, np.ndarray]) -> int:
+    """xxh3 (64 bit) of a sample's id and stored bytes, in the order of PER_ROW then PER_FINAL."""
+    digest = xxhash.xxh3_64(sample_id.encode())
+    for name in PER_ROW + PER_FINAL:
+        if name in arrays and arrays[name].size:
+            digest.update(memoryview(np.ascontiguousarray(arrays[name])).cast("B"))
+    return digest.intdigest()
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.h5"
+
+
+def shard_number(path: Path) -> int:
+    return int(path.stem.removeprefix("shard-"))
+
+
+def write_shard(path: Path, samples: list[EncodedSample], attributes: dict) -> int:
+    """Write a shard so that the final name only ever holds a whole, synced file; returns its size in bytes.
+
+    Temporary file → close → write rows → fsync → rename → fsync of the folder.
+    """
+    temporary = path.with_suffix(".h5.tmp")
+    columns = {name for sample in samples for name in sample.arrays}
+    lengths = [sample.num_tokens for sample in samples]
+    finals = [len(sample.arrays["final"]) for sample in samples]
+    small = {
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype("<i8"),
+        "final_offsets": np.concatenate([[0], np.cumsum(finals)]).astype("<i8"),
+        "sample_id": np.array([sample.id.encode() for sample in samples], dtype="S"),
+        "source": np.array([sample.source.encode() or b"-" for sample in samples], dtype="S"),
+        "checksum": np.array([sample.checksum for sample in samples], dtype="<u8"),
+    }
+    shapes = {}
+    for name in columns:
+        first = samples[0].arrays[name]
+        num_rows = sum(lengths) if name in PER_ROW else sum(finals)
+        shapes[name] = ((num_rows, *first.shape[1:]), first.dtype.newbyteorder("<"))
+    positions = _lay_out(temporary, small, shapes, attributes)
+    descriptor = os.open(temporary, os.O_WRONLY)
+    try:
+        for name, position in positions.items():
+            for sample in samples:
+                position += _write_at(descriptor, sample.arrays[name], position)
+        os.fsync(descriptor)
+        size = os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    os.rename(temporary, path)
+    sync_folder(path.parent)
+    return size
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lay_out(path: Path, small: dict, shapes: dict, attributes: dict) -> dict[str, int]:
+    """Create the HDF5 file with its small datasets filled; returns the byte position of each large, empty one."""
+    positions = {}
+    with h5py.File(path, "w", alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+        file.attrs.update({"format": FORMAT, "version": VERSION, **attributes})
+        for name, values in small.items():
+            file.create_dataset(name, data=values)
+        for name, (shape, dtype) in sorted(shapes.items()):
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_layout(h5py.h5d.CONTIGUOUS)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            kind = h5py.h5t.py_create(dtype, logical=True)
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), properties)
+            if np.prod(shape):
+                positions[name] = dataset.get_offset()
+    return positions
+
+
+def _write_at(descriptor: int, array: np.ndarray, position: int) -> int:
+    if not array.size:
+        return 0
+    rest = memoryview(np.ascontiguousarray(array)).cast("B")
+    while rest:  # one pwrite moves at most 2 GiB
+        written = os.pwrite(descriptor, rest, position)
+        rest, position = rest[written:], position + written
+    return array.nbytes
+
+
+@dataclass
+class _Column:
+    position: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Shard:
+    """A shard open for reading: its header in memory, its rows as views of one private memory map.
+
+    Raises `DamagedShard` when the file is missing, truncated or does not fit together.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with h5py.File(path, "r") as file:
+                self.attributes = {key: _plain(value) for key, value in file.attrs.items()}
+                self.offsets = file["offsets"][:]
+                self.final_offsets = file["final_offsets"][:]
+                self.ids = [value.decode() for value in file["sample_id"][:]]
+                self.sources = [value.decode() for value in file["source"][:]]
+                self.checksums = file["checksum"][:]
+                self._columns = {
+                    name: _Column(file[name].id.get_offset() or 0, file[name].shape, file[name].dtype)
+                    for name in PER_ROW + PER_FINAL
+                    if name in file
+                }
+        except (OSError, KeyError, RuntimeError, UnicodeDecodeError) as error:
+            raise DamagedShard(f"{path.name}: {error}") from error
+        if self.attributes.get("format") != FORMAT:
+            raise DamagedShard(f"{path.name}: not an {FORMAT} file")
+        self._check_header()
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def _check_header(self) -> None:
+        num_samples = len(self.ids)
+        if not len(self.offsets) == len(self.final_offsets) == num_samples + 1 == len(self.checksums) + 1:
+            raise DamagedShard(f"{self.path.name}: the index columns differ in length")
+        size = self.path.stat().st_size
+        for name, column in self._columns.items():
+            expected = self.offsets[-1] if name in PER_ROW else self.final_offsets[-1]
+            if column.shape[0] != expected:
+                raise DamagedShard(f"{self.path.name}: {name} has {column.shape[0]} rows, the index says {expected}")
+            if column.position + int(np.prod(column.shape)) * column.dtype.itemsize > size:
+                raise DamagedShard(f"{self.path.name}: {name} reaches beyond the end of the file")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def arrays(self, row: int) -> dict[str, np.ndarray]:
+        """The stored arrays of one sample, as views of the memory map (private: writing to them changes no file)."""
+        views = {}
+        for name, column in self._columns.items():
+            bounds = self.offsets if name in PER_ROW else self.final_offsets
+            views[name] = self._view(column, int(bounds[row]), int(bounds[row + 1]))
+        return views
+
+    def actual_checksum(self, row: int) -> int:
+        """The checksum of the bytes now on disk, to compare with `checksums[row]`."""
+        return checksum_of(self.ids[row], self.arrays(row))
+
+    def _view(self, column: _Column, start: int, stop: int) -> np.ndarray:
+        per_row = int(np.prod(column.shape[1:], dtype=np.int64))
+        count = (stop - start) * per_row
+        shape = (stop - start, *column.shape[1:])
+        if not count:
+            return np.zeros(shape, column.dtype)
+        position = column.position + start * per_row * column.dtype.itemsize
+        if count * column.dtype.itemsize > (1 << 18):  # ask for the whole range, not 128 KiB at a time
+            page = position // PAGE * PAGE
+            self._map.madvise(mmap.MADV_WILLNEED, page, position - page + count * column.dtype.itemsize)
+        return np.frombuffer(self._map, column.dtype, count, position).reshape(shape)
+
+
+def _plain(value):
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

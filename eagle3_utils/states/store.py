@@ -1,0 +1,225 @@
+"""The hidden-state store: a folder of immutable HDF5 shards, a ledger and `store.json`.
+
+    with StoreWriter(folder, StoreMeta(hidden_size=576, aux_layers=[1, 14, 26])) as writer:
+        writer.add(Sample(id="a", input_ids=ids, loss_mask=mask, aux=aux_TLH, final=final_TH))
+    reader = StoreReader(folder)
+    reader.read(0).aux          # bf16 [T, L, H]
+
+A store is only ever whole shards: a shard is written beside its name, synced, renamed, and then committed to the
+ledger, so a kill at any moment loses nothing that was reported as stored and doubles nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.ledger import Ledger
+from eagle3_utils.states.recover import recover, shards_on_disk
+from eagle3_utils.states.sample import Sample, StoreMeta, encode_sample
+from eagle3_utils.states.shard import FORMAT, VERSION, EncodedSample, shard_name, sync_folder, write_shard
+
+
+@dataclass
+class _Batch:
+    samples: list[EncodedSample] = field(default_factory=list)
+    releases: list[Callable[[], None]] = field(default_factory=list)
+    num_bytes: int = 0
+    held_bytes: int = 0
+
+
+class StoreWriter:
+    """Adds samples to a store, one process at a time; opening an existing store resumes it.
+
+    `add` may be called from several threads. A shard is written by a background thread while the next one fills;
+    `release` callbacks run when the shard that holds their sample is on disk and in the ledger.
+    Raises `UserError` when the store belongs to another model or corpus, is open elsewhere, or its disk is full.
+    """
+
+    def __init__(self, folder: Path, meta: StoreMeta, shard_bytes: int = 2 << 30, max_held_bytes: int | None = None):
+        self.folder, self.meta, self.shard_bytes = Path(folder), meta, shard_bytes
+        self.max_held_bytes = max_held_bytes  # a shard is closed early when its samples hold this much elsewhere
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._folder_lock = _lock(self.folder)
+            stack.callback(os.close, self._folder_lock)
+            check_or_write_meta(self.folder, meta)
+            self.ledger = stack.enter_context(Ledger(self.folder / "ledger.sqlite"))
+            self.recovered = recover(self.folder, meta, self.ledger)
+            stack.pop_all()  # nothing went wrong: both stay open until close or abort
+        self._stored = self.ledger.ids("done")
+        self._next_number = max([-1, *self.ledger.shards(), *shards_on_disk(self.folder)]) + 1
+        self._batch = _Batch()
+        self._adding = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+        self._writing: Future | None = None
+        self._being_written = _Batch()
+        self._closed = False
+        self.stored_bytes = 0  # state bytes of the shards closed by this writer
+
+    def register(self, records: Iterable) -> list:
+        """Make records (id, source, input_ids) known as pending; returns those not stored yet, in order."""
+        records = list(records)
+        self.ledger.register((record.id, record.source, len(record.input_ids)) for record in records)
+        return [record for record in records if record.id not in self._stored]
+
+    @property
+    def buffered_bytes(self) -> int:
+        """State bytes taken but not yet in a closed shard."""
+        return self._sum("num_bytes")
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of staged files that wait for their shard."""
+        return self._sum("held_bytes")
+
+    def add(
+        self, sample: Sample, release: Callable[[], None] | None = None, held_bytes: int = 0, checked: bool = False
+    ) -> None:
+        """Take a sample; `ValueError` names what is wrong with it, or that it is stored already.
+
+        `release` is called once the sample is safe, and frees `held_bytes` elsewhere (a staged file). With `checked`
+        the caller has found `sample.problem(meta)` to be None.
+        """
+        if not checked and (problem := sample.problem(self.meta)):
+            raise ValueError(f"{sample.id}: {problem}")
+        encoded = encode_sample(sample, self.meta)
+        with self._adding:
+            if self._closed:
+                raise ValueError(f"{sample.id}: the store is closed")
+            if sample.id in self._stored:
+                raise ValueError(f"{sample.id}: already in the store")
+            self._stored.add(sample.id)
+            self._batch.samples.append(encoded)
+            self._batch.num_bytes += encoded.num_bytes
+            self._batch.held_bytes += held_bytes
+            if release is not None:
+                self._batch.releases.append(release)
+            held_up = self.max_held_bytes is not None and self._batch.held_bytes >= self.max_held_bytes
+            if self._batch.num_bytes >= self.shard_bytes or held_up:
+                self._close_batch()
+
+    def flush(self) -> None:
+        """Write what is buffered as a shard of its own and wait until it is on disk and in the ledger."""
+        with self._adding:
+            self._close_batch()
+            self._wait()
+
+    def close(self) -> None:
+        """Flush and leave the store as plain files."""
+        try:
+            self.flush()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Leave without writing what is buffered; finished shards stay."""
+        with self._adding:
+            if self._closed:
+                return
+            self._closed, self._batch = True, _Batch()
+        self._pool.shutdown()
+        self.ledger.close()
+        os.close(self._folder_lock)
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _close_batch(self) -> None:
+        self._wait()
+        if self._batch.samples:
+            batch, self._batch = self._batch, _Batch()
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._being_written = batch
+            self._writing = self._pool.submit(self._write, number, batch)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, number: int, batch: _Batch) -> None:
+        path = self.folder / shard_name(number)
+        try:
+            file_bytes = write_shard(path, batch.samples, self.meta.attributes())
+        except OSError as error:
+            path.with_suffix(".h5.tmp").unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"disk full while writing {path.name}; every earlier shard is whole",
+                str(self.folder),
+                "free space (or choose codec: fp8, final: supervised) and start the stage again: it resumes",
+            ) from error
+        rows = [
+            {"id": s.id, "source": s.source, "num_tokens": s.num_tokens, "row": row, "checksum": s.checksum}
+            | {"num_bytes": s.num_bytes}
+            for row, s in enumerate(batch.samples)
+        ]
+        self.ledger.commit_shard(number, file_bytes, rows)
+        self.stored_bytes += batch.num_bytes
+        for release in batch.releases:
+            release()
+        self._being_written = _Batch()
+
+    def _sum(self, name: str) -> int:
+        return getattr(self._batch, name) + getattr(self._being_written, name)
+
+
+def check_or_write_meta(folder: Path, meta: StoreMeta) -> None:
+    """Write `store.json`, or compare: a store never mixes models, layers, codecs or corpora."""
+    path = folder / "store.json"
+    if path.exists():
+        present = read_meta(folder)
+        for key, value in asdict(meta).items():
+            if getattr(present, key) != value:
+                raise UserError(
+                    f"the store was made with {key} = {getattr(present, key)!r}, now it is {value!r}",
+                    str(folder),
+                    "use another run_dir, or remove the old states: eagle3 clean RUN --states",
+                )
+        return
+    temporary = path.with_suffix(".json.tmp")
+    with open(temporary, "w") as file:
+        json.dump({"format": FORMAT, "version": VERSION, **asdict(meta)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    sync_folder(folder)
+
+
+def read_meta(folder: Path) -> StoreMeta:
+    """Read `store.json`; raises `UserError` when the folder is no store of this version."""
+    path = Path(folder) / "store.json"
+    if not path.is_file():
+        raise UserError("not a hidden-state store: store.json is missing", str(folder))
+    content = json.loads(path.read_text())
+    if (content.pop("format", None), content.pop("version", None)) != (FORMAT, VERSION):
+        raise UserError(f"not an {FORMAT} version {VERSION} store", str(path))
+    return StoreMeta(**content)
+
+
+def _lock(folder: Path) -> int:
+    """Hold the folder for this process; the kernel lets go when the process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError("another process is writing to this store", str(folder), "wait for it or stop it") from None
+    return descriptor

@@ -1,0 +1,139 @@
+"""fsck for a store: what `eagle3 verify` runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.ledger import Ledger
+from eagle3_utils.states.recover import row_problem, shards_on_disk
+from eagle3_utils.states.shard import DamagedShard, Shard, shard_name
+from eagle3_utils.states.store import StoreMeta, StoreWriter, read_meta
+
+
+@dataclass
+class VerifyReport:
+    """What `verify_store` found. `bad` maps a sample's id to what is wrong with it."""
+
+    folder: str = ""
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_shards: int = 0
+    num_pending: int = 0
+    num_failed: int = 0
+    bad: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # of shards and ledger rather than of one sample
+    repaired: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing that claims to be stored is wrong (pending and failed samples are no damage)."""
+        return not self.bad and not self.problems
+
+    def require(self) -> None:
+        """Raise `UserError` that names the first damage and what mends it."""
+        if not self.ok:
+            first = (self.problems or [f"{sample_id}: {reason}" for sample_id, reason in self.bad.items()])[0]
+            raise UserError(
+                f"{len(self.bad)} bad samples; {first}", self.folder, f"eagle3 verify {self.folder} --deep --repair"
+            )
+
+    def to_json(self) -> dict:
+        """For --json."""
+        return asdict(self) | {"ok": self.ok}
+
+    def text(self) -> str:
+        """The summary, then every problem and every bad sample by name."""
+        lines = [
+            f"{self.num_samples:,} samples, {self.num_tokens:,} tokens in {self.num_shards} shards; "
+            f"{self.num_pending} pending, {self.num_failed} failed: {'whole' if self.ok else 'DAMAGED'}"
+        ]
+        lines += self.problems + [f"{sample_id}: {reason}" for sample_id, reason in sorted(self.bad.items())]
+        if self.repaired and not self.ok:
+            lines.append("put back to pending: the next run of stage 03 extracts them again")
+        return "\n".join(lines)
+
+
+def verify_store(folder: Path, deep: bool = False, repair: bool = False) -> VerifyReport:
+    """Check a store: headers, sizes, ledger and lineage; with `deep` every checksum and every value.
+
+    With `repair`, bad samples go back to pending, so that the next run of stage 03 extracts only those; shards that
+    cannot be read are set aside as `.damaged`, and a lost ledger is rebuilt. The report is of the state before.
+    """
+    folder = Path(folder)
+    meta, report = read_meta(folder), VerifyReport(str(folder), repaired=repair)
+    if not (folder / "ledger.sqlite").is_file():
+        report.problems.append("ledger.sqlite is missing")
+        if repair:
+            StoreWriter(folder, meta).close()
+        return report
+    if repair:
+        with StoreWriter(folder, meta) as writer:
+            _check(folder, meta, writer.ledger, deep, report)
+            _put_back(folder, writer.ledger, report)
+    else:
+        ledger = Ledger(folder / "ledger.sqlite", read_only=True)
+        try:
+            _check(folder, meta, ledger, deep, report)
+        finally:
+            ledger.close()
+    return report
+
+
+def _check(folder: Path, meta: StoreMeta, ledger: Ledger, deep: bool, report: VerifyReport) -> None:
+    counts, known, files = ledger.counts(), ledger.shards(), shards_on_disk(folder)
+    report.num_pending, report.num_failed, report.num_shards = counts["pending"], counts["failed"], len(files)
+    report.problems += [f"{shard_name(number)} is not in the ledger" for number in files if number not in known]
+    by_shard: dict[int, list[tuple]] = {}
+    for place in ledger.places():
+        by_shard.setdefault(place[3], []).append(place)
+        report.num_samples += 1
+        report.num_tokens += place[2]
+    for number in sorted(known):
+        places = by_shard.get(number, [])
+        problem = None if places else "empty"
+        if number not in files:
+            problem = f"{shard_name(number)} is missing"
+        elif files[number].stat().st_size != known[number][1]:
+            problem = f"{shard_name(number)} is {files[number].stat().st_size} bytes, not {known[number][1]}"
+        if problem == "empty":
+            continue
+        if problem is None:
+            problem = _check_shard(files[number], meta, places, deep, report)
+        if problem is not None:
+            report.problems.append(problem)
+            report.bad |= {place[0]: problem for place in places}
+
+
+def _check_shard(path: Path, meta: StoreMeta, places: list[tuple], deep: bool, report: VerifyReport) -> str | None:
+    """Check the samples the ledger places in a shard; returns a problem of the whole shard, if any."""
+    try:
+        shard = Shard(path)
+    except DamagedShard as error:
+        return str(error)
+    for key, expected in meta.attributes().items():
+        if shard.attributes.get(key) != expected:
+            return f"{path.name}: {key} is {shard.attributes.get(key)!r}, store.json says {expected!r}"
+    for sample_id, _, num_tokens, _, row, checksum, _ in places:
+        if row >= len(shard) or shard.ids[row] != sample_id:
+            report.bad[sample_id] = f"{path.name} row {row} holds another sample"
+        elif f"{int(shard.checksums[row]):016x}" != checksum:
+            report.bad[sample_id] = f"{path.name} row {row}: its checksum differs from the ledger's"
+        elif shard.offsets[row + 1] - shard.offsets[row] != num_tokens:
+            report.bad[sample_id] = f"{path.name} row {row}: length differs from the ledger's"
+        elif deep and (problem := row_problem(shard, row)):
+            report.bad[sample_id] = f"{path.name} row {row}: {problem}"
+    return None
+
+
+def _put_back(folder: Path, ledger: Ledger, report: VerifyReport) -> None:
+    ledger.put_back(report.bad)
+    still_used = {place[3] for place in ledger.places()}
+    files = shards_on_disk(folder)
+    for number in ledger.shards():
+        if number in still_used:
+            continue
+        if number in files:
+            files[number].rename(files[number].with_suffix(".h5.damaged"))
+        ledger.forget_shard(number)

@@ -1,0 +1,145 @@
+"""An independent EAGLE-3 training-time test, written in the plainest way: full rows, explicit masks, one loop a step.
+
+`naive_training_time_test` shares no code with eagle3_utils.draft; it reads a draft's weights by SGLang's names.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from eagle3_utils.draft.network import DraftConfig, DraftModel
+from eagle3_utils.draft.plan import plan_unroll
+from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.vocab import vocab_map_of
+
+VOCAB, DRAFT_VOCAB, HIDDEN = 31, 12, 32
+PLAIN_LOGITS = SimpleNamespace(logit_scale=1.0, logit_softcap=None)  # a target that does nothing to its logits
+
+
+def small_config(**changes) -> DraftConfig:
+    """A draft small enough for float64-like checks; grouped-query attention with two groups."""
+    shape = dict(hidden_size=HIDDEN, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=VOCAB,
+                 draft_vocab_size=DRAFT_VOCAB, aux_layers=(1, 2, 4), max_position_embeddings=256)  # fmt: skip
+    return DraftConfig(**(shape | changes))
+
+
+def small_model(seed: int = 0, **changes) -> tuple[DraftModel, torch.Tensor]:
+    """A random draft and a random target head [V, H]; weights large enough for lively attention."""
+    config = small_config(**changes)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
+    embed = torch.randn(VOCAB, HIDDEN, generator=generator)
+    model = DraftModel(config, vocab_map_of(ids, VOCAB), embed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
+    head = torch.randn(VOCAB, HIDDEN, generator=generator) / 2
+    head[~model.t2d] *= 0.5  # as with a vocabulary by frequency: most of the teacher's choices have a draft id
+    return model, head
+
+
+def random_batch(lengths, masks=None, seed: int = 1, num_layers: int = 3) -> SimpleNamespace:
+    """Random packed documents; masks: 0/1 strings per document, else random with turns."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    if masks is None:
+        mask = torch.rand(total, generator=generator) < 0.55
+    else:
+        mask = torch.tensor([int(bit) for document in masks for bit in document]).bool()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    document_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    needed = torch.zeros(total, dtype=torch.bool)
+    needed[:-1] = mask[1:] & (document_ids[1:] == document_ids[:-1])
+    final_index = torch.where(needed, needed.cumsum(0) - 1, -1)
+    return SimpleNamespace(
+        input_ids=torch.randint(0, VOCAB, (total,), generator=generator),
+        loss_mask=mask,
+        position_ids=position_ids,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        aux=torch.randn(total, num_layers, HIDDEN, generator=generator),
+        final=torch.randn(int(needed.sum()), HIDDEN, generator=generator),
+        final_index=final_index,
+        sample_ids=[f"s{i}" for i in range(len(lengths))],
+        sources=["test"] * len(lengths),
+        num_tokens=total,
+    )
+
+
+def naive_training_time_test(model, batch, target_head, num_steps, decay=0.8):
+    """Loss, loss by step and accuracy by step, with T×(i+1)·T masks and a Python loop over slots for the loss."""
+    weights = dict(model.named_parameters())
+    config = model.config
+    total, heads, kv_heads, width = len(batch.input_ids), config.num_heads, config.num_kv_heads, config.head_dim
+    target_ids = [int(i) for i in model.t2d.nonzero().flatten()]
+
+    def norm(x, name):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * weights[name]
+
+    def rope(x, positions):  # [T, heads, width]
+        frequency = config.rope["rope_theta"] ** (-torch.arange(0, width, 2).float() / width)
+        angle = positions.float()[:, None, None] * torch.cat([frequency, frequency])
+        turned = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
+        return x * angle.cos() + turned * angle.sin()
+
+    aux = batch.aux
+    if config.fc_norm:
+        aux = torch.stack([norm(aux[:, i], f"fc_norm.{i}.weight") for i in range(aux.shape[1])], 1)
+    hidden = aux.flatten(1) @ weights["fc.weight"].T
+    same = batch.document_ids[:, None] == batch.document_ids[None]
+    causal = same & (torch.arange(total)[:, None] >= torch.arange(total)[None])
+    keys, values, masks, losses, accuracies = [], [], [], [], []
+    padded = torch.cat([batch.input_ids, torch.zeros(num_steps + 2, dtype=torch.long)])
+    for step in range(num_steps):
+        embedding = model.embed_tokens[padded[1 + step : 1 + step + total]]
+        both = torch.cat(
+            [norm(embedding, "midlayer.input_layernorm.weight"), norm(hidden, "midlayer.hidden_norm.weight")], -1
+        )
+        q, k, v = (both @ weights[f"midlayer.self_attn.{n}_proj.weight"].T for n in "qkv")
+        q = rope(q.view(total, heads, width), batch.position_ids + step)
+        k = rope(k.view(total, kv_heads, width), batch.position_ids + step)
+        keys.append(k.repeat_interleave(heads // kv_heads, 1))
+        values.append(v.view(total, kv_heads, width).repeat_interleave(heads // kv_heads, 1))
+        masks.append(torch.eye(total).bool() if step else causal)
+        scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) / width**0.5
+        attention = scores.masked_fill(~torch.cat(masks, 1), float("-inf")).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", attention, torch.cat(values)).reshape(total, -1)
+        hidden = hidden + mixed @ weights["midlayer.self_attn.o_proj.weight"].T
+        x = norm(hidden, "midlayer.post_attention_layernorm.weight")
+        gate, up = (x @ weights[f"midlayer.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        normed = norm(hidden, "norm.weight")
+        logits = normed @ weights["lm_head.weight"].T
+        loss, right, supervised = 0.0, 0, 0
+        for slot in range(total):
+            predicted = slot + 2 + step
+            if predicted >= total or not same[slot, predicted] or not batch.loss_mask[predicted]:
+                continue
+            supervised += 1
+            teacher = target_head @ batch.final[batch.final_index[predicted - 1]]
+            best = int(teacher.argmax())
+            if best not in target_ids:
+                continue
+            probabilities = teacher[target_ids].softmax(0)
+            loss = loss - (probabilities * logits[slot].log_softmax(0)).sum()
+            right += target_ids[int(logits[slot].argmax())] == best
+        losses.append(loss / max(supervised, 1))
+        accuracies.append((right, supervised))
+        if config.norm_output:
+            hidden = normed
+    return sum(decay**i * loss for i, loss in enumerate(losses)), losses, accuracies
+
+
+def unroll(model, target_head, batch, num_steps=4, attend=None, **options):
+    """Our own unroll of a batch with weights 0.8^i and small chunks: (result, plan)."""
+    plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, num_steps)
+    weights = tuple(0.8**i for i in range(num_steps))
+    options = UnrollOptions(step_weights=weights, **({"chunk_bytes": 3000} | options))
+    teacher = Teacher(target_head, model.target_ids, PLAIN_LOGITS)
+    attend = attend(plan) if attend else None
+    return training_time_test(model, batch, plan, teacher, options, attend=attend), plan

@@ -1,0 +1,33 @@
+"""Small sources and the corpus built from them."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from eagle3_utils.corpus.intake import MergeSettings
+from eagle3_utils.corpus.merge import merge
+from eagle3_utils.corpus.sources import parse_sources
+
+NOUNS = ("apple", "river", "engine", "garden", "violin", "planet", "market", "winter", "coffee", "bridge", "letter")
+
+
+def question(seed: int) -> str:
+    return " ".join(random.Random(seed).choices(NOUNS, k=14)) + f" {seed}?"
+
+
+def pair(seed: int, **more) -> dict:
+    answer = " ".join(random.Random(-seed - 1).choices(NOUNS, k=30))
+    return {"prompt": question(seed), "response": f"{answer}."} | more
+
+
+def write(path, rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def build(folder, tokenizer, entries, evaluation=(), **settings):
+    specs = parse_sources(entries, folder)
+    settings = MergeSettings(**{"max_seq_len": 256, "val_fraction": 0.2} | settings)
+    quiet = lambda line: None  # noqa: E731
+    return merge(specs, settings, tokenizer, len(tokenizer), folder / "corpus", evaluation_files=evaluation, log=quiet)

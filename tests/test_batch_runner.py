@@ -1,0 +1,47 @@
+"""Coverage is computed at a sample's first visit and reused, however samples are packed later."""
+
+import torch
+
+from eagle3_utils.draft.batch_runner import BatchRunner
+from eagle3_utils.draft.build import corpus_vocab, new_draft, supervised_counts
+from eagle3_utils.draft.distributed import Ranks
+from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.states.dataset import PackedDataset
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.target import load_target
+
+pytest_plugins = ["draft_runs"]  # fixtures
+
+
+def build(config, states, draft_vocab_size=40):
+    reader, target = StoreReader(states / "hidden_states" / "train"), load_target(config.model)
+    counts = supervised_counts(reader, target)
+    vocab = corpus_vocab(counts, target, draft_vocab_size)
+    model = new_draft(config, target, reader.meta.aux_layers, vocab)
+    return reader, BatchRunner(model, Teacher.for_model(model, target), config, int(counts.argmax()))
+
+
+def test_known_coverage_equals_a_first_visit_in_any_packing(make_config, states):
+    reader, runner = build(make_config(draft_vocab_size=40), states)
+    for batch in PackedDataset(reader, 64, seed=1).epoch(0):
+        runner(batch, runner.plan(batch))
+    known = dict(runner._coverage)
+    assert set(known) == set(reader.ids)
+    assert 0 < sum(int(part.sum()) for part in known.values()) < sum(len(part) for part in known.values())
+    repacked = next(iter(PackedDataset(reader, 256, seed=2).epoch(0)))
+    cached = runner(repacked, runner.plan(repacked))
+    runner._coverage.clear()
+    fresh = runner(repacked, runner.plan(repacked))
+    assert torch.equal(cached.covered, fresh.covered)
+    assert torch.equal(cached.counts.as_tensor(), fresh.counts.as_tensor())
+
+
+def test_validation_adds_up_over_batches_and_leaves_no_gradient(make_config, states):
+    reader, runner = build(make_config(draft_vocab_size=40), states)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    small, large = (
+        runner.validate(PackedDataset(reader, tokens, shuffle=False), ranks, want_overlap=True) for tokens in (64, 256)
+    )
+    torch.testing.assert_close(small.as_tensor(), large.as_tensor(), atol=1e-3, rtol=1e-5)
+    supervised = sum(int(reader.read(index).loss_mask[1:].sum()) for index in range(len(reader)))
+    assert int(small.supervised[0]) == supervised and runner.model.fc.weight.grad is None

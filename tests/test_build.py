@@ -1,0 +1,62 @@
+"""A new draft: shape, vocabulary and first weights; a warm start keeps its own vocabulary."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from draft_folders import LAYERS
+
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.build import corpus_vocab, draft_config_for, new_draft
+from eagle3_utils.draft.vocab import vocab_map_of
+from eagle3_utils.errors import UserError
+from eagle3_utils.target import load_final_norm, load_lm_head
+
+pytest_plugins = ["draft_folders"]  # fixtures
+
+
+def test_head_and_norm_begin_as_the_targets_own(draft, target):
+    assert torch.equal(draft.lm_head.weight.detach(), load_lm_head(target)[draft.target_ids].float())
+    assert torch.equal(draft.norm.weight.detach(), load_final_norm(target).float())
+    assert float(draft.fc.weight.std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_same_seed_gives_the_same_draft_and_another_gives_another(target):
+    vocab = vocab_map_of(torch.arange(256), target.vocab_size)
+    first, again, other = (
+        new_draft(TrainConfig(draft_vocab_size=256, seed=seed), target, LAYERS, vocab).fc.weight for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_end_tokens_are_in_the_vocabulary_whatever_their_counts(target):
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64).numpy()
+    counts[100:400] = 5
+    vocab = corpus_vocab(counts, target, 256)
+    assert vocab.t2d[target.text_config["eos_token_id"]] and len(vocab.target_ids) == 256
+
+
+def test_frozen_head_is_no_parameter_to_train(target):
+    vocab = vocab_map_of(torch.arange(256), target.vocab_size)
+    model = new_draft(TrainConfig(draft_vocab_size=256, freeze_lm_head=True), target, LAYERS, vocab)
+    assert not model.lm_head.weight.requires_grad and model.fc.weight.requires_grad
+
+
+def test_warm_start_keeps_the_old_vocabulary(exported, target):
+    other = vocab_map_of(torch.arange(256), target.vocab_size)
+    model = new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, LAYERS, other)
+    assert model.d2t.tolist() == list(range(256)) and model.target_ids[-1] == 510
+    with pytest.raises(UserError, match="trained on layers"):
+        new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, [1, 2, 3], other)
+
+
+def test_draft_of_an_mla_target_has_its_own_heads(target):
+    text = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432, "kv_lora_rank": 512,
+            "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+    kimi = replace(target, hidden_size=7168, vocab_size=163840, text_config=text)
+    llama = draft_config_for(TrainConfig(draft_vocab_size=32000), kimi, [2, 30, 58])
+    assert (llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.intermediate_size) == (64, 8, 128, 18432)
+    mla = draft_config_for(TrainConfig(layer_kind="mla"), kimi, [2, 30, 58])
+    assert (mla.num_kv_heads, mla.kv_lora_rank, mla.v_head_dim) == (64, 512, 128)
+    with pytest.raises(UserError, match="mla"):
+        draft_config_for(TrainConfig(layer_kind="mla"), target, LAYERS)

@@ -1,0 +1,63 @@
+"""The Kimi path on a CPU: a tiny random DeepSeek-V3 passes every gate of the probe through a real server.
+
+MLA attention, mixture of experts and YaRN; Hugging Face's forward of the same checkpoint is the reference, and the
+anchored check, which needs no reference, finds the same layers.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import deepseek_on_cpu
+import pytest
+
+from eagle3_utils.config import ProbeConfig
+from eagle3_utils.serving.probe import run_probe
+from eagle3_utils.serving.server import Server, capture_spec
+from eagle3_utils.serving.trials import Trials
+from eagle3_utils.target import load_target
+
+pytestmark = pytest.mark.server
+LAYERS = [2, 3, 4]  # boundaries 3, 4, 5: ids that DeepSeek's own setter would take as they are
+
+
+@pytest.fixture(scope="module")
+def served(example_target, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    folder = deepseek_on_cpu.make_tiny_deepseek(run / "model", example_target)
+    target = load_target(str(folder))
+    config = ProbeConfig(
+        run_dir=str(run), model=str(folder), device="cpu", max_seq_len=128, aux_layers=LAYERS,
+        num_probe_samples=3, num_concurrent=8, num_pilot_samples=8, chunked_prefill_size=256,
+    )  # fmt: skip
+    environment = {"PYTHONPATH": deepseek_on_cpu.install(run / "plugin")}
+    spec = capture_spec(config, target)
+    with Server(config, target, run / "server.log", run, spec, environment=environment) as server:
+        yield server, target, config
+
+
+@pytest.fixture(scope="module")
+def records():
+    rng = random.Random(0)
+    return [
+        SimpleNamespace(id=f"r{i}", input_ids=[rng.randrange(49152) for _ in range(rng.randint(30, 120))])
+        for i in range(8)
+    ]
+
+
+def test_every_gate_passes_and_layers_are_those_of_hugging_face(served, records):
+    server, target, config = served
+    assert server.handshake["model_class"] == "DeepseekV3ForCausalLM"
+    report = run_probe(server, target, config, records)
+    assert report.passed, report.table().to_string()
+    assert [row["found_boundary"] for row in report.layers] == [3, 4, 5, 6]
+
+
+def test_the_anchored_check_finds_the_same_layers_without_a_reference(served, records):
+    server, target, config = served
+    anchored = config.model_copy(update={"reference": "anchored"})
+    examined = Trials(server, target, anchored, records, log=lambda _line: None)
+    examined.layers()
+    assert all(gate.passed for gate in examined.gates)
+    assert [row["found_boundary"] for row in examined.layer_rows] == [3, 4, 5]

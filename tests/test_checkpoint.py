@@ -1,0 +1,94 @@
+"""Checkpoints: whole or passed over, kept in number, and atomic."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3_utils.draft.checkpoint import (
+    Position,
+    checkpoint_folders,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    save_checkpoint,
+)
+from eagle3_utils.draft.optimizer import MasterAdamW
+from eagle3_utils.errors import UserError
+
+LOG = logging.getLogger("test_checkpoint")
+
+
+def trained(steps=3, seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = MasterAdamW(model.parameters())
+    for _ in range(steps):
+        model.weight.grad = torch.randn(4, 4)
+        optimizer.step(0.1, optimizer.grad_norm())
+    return model, optimizer
+
+
+def save_three(folder, keep=3):
+    model, optimizer = trained()
+    for step in (10, 20, 30):
+        save_checkpoint(folder, model, optimizer, Position(step=step, epoch=1, parameters={"a": 1}), keep)
+    return model, optimizer
+
+
+def test_restores_weights_moments_and_random_state(tmp_path):
+    model, optimizer = save_three(tmp_path)
+    expected = torch.rand(3)
+    path, position = newest_whole_checkpoint(tmp_path, LOG)
+    other, other_optimizer = trained(seed=5)
+    load_checkpoint(path, other, other_optimizer)
+    assert torch.equal(other.weight, model.weight) and position.step == 30 and position.parameters == {"a": 1}
+    moments = [o.adam.state[p]["exp_avg"] for o, p in ((optimizer, model.weight), (other_optimizer, other.weight))]
+    assert torch.equal(*moments)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_keeps_only_the_newest(tmp_path):
+    save_three(tmp_path, keep=2)
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step-000020", "step-000030"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "state"])
+def test_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, tmp_path, caplog):
+    save_three(tmp_path)
+    newest = tmp_path / "step-000030"
+    if damage == "truncate":
+        with open(newest / "optimizer.pt", "r+b") as file:
+            file.truncate(100)
+    elif damage == "flip":
+        data = bytearray((newest / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (newest / "model.safetensors").write_bytes(data)
+    elif damage == "remove":
+        (newest / "model.safetensors").unlink()
+    else:
+        (newest / "state.json").write_text('{"step": 30')
+    with caplog.at_level(logging.WARNING):
+        path, position = newest_whole_checkpoint(tmp_path, LOG)
+    assert path.name == "step-000020" and position.step == 20
+    assert "step-000030" in caplog.text
+
+
+def test_unfinished_temporary_folder_is_no_checkpoint(tmp_path):
+    save_three(tmp_path)
+    (tmp_path / ".step-000040.tmp").mkdir()
+    assert newest_whole_checkpoint(tmp_path, LOG)[1].step == 30
+    assert newest_whole_checkpoint(tmp_path / "nothing", LOG) is None
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    model, optimizer = save_three(tmp_path)
+    with torch.no_grad():
+        model.weight.zero_()
+    save_checkpoint(tmp_path, model, optimizer, Position(step=30), 3)
+    assert load_file(tmp_path / "step-000030" / "model.safetensors")["weight"].abs().sum() == 0
+
+
+def test_other_parameters_are_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match="loss = 'soft', now it is 'hard'"):
+        Position(parameters={"loss": "soft"}).require({"loss": "hard"}, tmp_path / "checkpoints" / "step-000001")

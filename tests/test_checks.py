@@ -1,0 +1,75 @@
+"""Preflight: each thing that would make a launch fail is named before it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+
+import pytest
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.serving import checks
+
+
+@pytest.fixture
+def listener():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_this_interpreter_has_sglang_and_sees_the_plugin():
+    facts = checks.ask_interpreter(sys.executable)
+    assert facts.sglang == "0.5.14" and facts.plugin
+
+
+def test_an_interpreter_without_sglang_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # no site-packages
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    with pytest.raises(UserError, match="has no SGLang"):
+        checks.ask_interpreter(str(python))
+
+
+def test_an_interpreter_that_does_not_run_is_named():
+    with pytest.raises(UserError, match="does not run"):
+        checks.ask_interpreter("/no/such/python")
+
+
+def test_a_taken_port_is_refused_with_pid_and_command(listener):
+    with pytest.raises(UserError, match=rf"port {listener} is taken by pid {os.getpid()} \("):
+        checks.check_port(listener)
+
+
+def test_port_zero_means_a_free_one():
+    assert checks.port_is_free(checks.check_port(0))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no weights"):
+        checks.check_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    assert checks.check_model(tmp_path) == 10
+
+
+def test_weights_that_do_not_fit_are_refused():
+    checks.check_memory(1000, "cpu", 1)
+    with pytest.raises(UserError, match="of memory available"):
+        checks.check_memory(1 << 50, "cpu", 1)
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr(checks, "gpu_free_bytes", lambda: [80 << 30])
+    with pytest.raises(UserError, match="2 GPUs asked for, 1 here"):
+        checks.check_memory(1000, "cuda", 2)
+    with pytest.raises(UserError, match="free on 1 GPUs"):
+        checks.check_memory(200 << 30, "cuda", 1)
+
+
+def test_staging_larger_than_the_disk_is_refused(tmp_path):
+    checks.check_staging(tmp_path, 1)
+    with pytest.raises(UserError, match="are free"):
+        checks.check_staging(tmp_path, 1 << 60)

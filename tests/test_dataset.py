@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+import torch
+from fake_capture import HIDDEN, make_records, states_of
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.dataset import PackedDataset, pack
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
+
+RECORDS = {record.id: record for record in make_records(80)}
+
+
+def fill(folder, **changes):
+    meta = StoreMeta(hidden_size=HIDDEN, aux_layers=[1, 2, 3], **changes)
+    with StoreWriter(folder, meta, shard_bytes=100_000) as writer:
+        for record in RECORDS.values():
+            ids, mask = np.array(record.input_ids, np.int32), np.array(record.loss_mask, np.uint8)
+            writer.add(Sample(record.id, ids, mask, *states_of(record.input_ids), source=record.source))
+    return StoreReader(folder)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    return fill(tmp_path_factory.mktemp("store"))
+
+
+def same(left, right) -> bool:
+    tensors = ("input_ids", "loss_mask", "position_ids", "document_ids", "cu_seqlens", "aux", "final", "final_index")
+    return left.sample_ids == right.sample_ids and all(
+        torch.equal(getattr(left, t), getattr(right, t)) for t in tensors
+    )
+
+
+def test_every_sample_once_and_whole(reader):
+    seen = []
+    for batch in PackedDataset(reader, max_tokens=256).epoch(0):
+        assert batch.num_tokens <= 256
+        for number, sample_id in enumerate(batch.sample_ids):
+            rows = slice(*batch.cu_seqlens[number : number + 2].tolist())
+            record, (aux, final) = RECORDS[sample_id], states_of(RECORDS[sample_id].input_ids)
+            seen.append(sample_id)
+            assert batch.input_ids[rows].tolist() == record.input_ids
+            assert batch.loss_mask[rows].int().tolist() == record.loss_mask
+            assert batch.position_ids[rows].tolist() == list(range(len(record.input_ids)))
+            assert (batch.document_ids[rows] == number).all() and batch.sources[number] == record.source
+            assert torch.equal(batch.aux[rows], aux)
+            for position, index in enumerate(batch.final_index[rows].tolist()):
+                supervised = position + 1 < len(record.input_ids) and record.loss_mask[position + 1]
+                assert (index >= 0) == bool(supervised)
+                if supervised:
+                    assert torch.equal(batch.final[index], final[position])
+    assert sorted(seen) == sorted(RECORDS)
+
+
+def test_batches_do_not_depend_on_the_final_codec(reader, tmp_path):
+    other = fill(tmp_path, final="supervised")
+    for left, right in zip(PackedDataset(reader, 200).epoch(1), PackedDataset(other, 200).epoch(1), strict=True):
+        assert same(left, right)
+
+
+def test_order_is_fixed_by_seed_and_epoch(reader):
+    plans = [PackedDataset(reader, 256, seed=seed).plan(epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert plans[0] == plans[1] and plans[0] != plans[2] and plans[0] != plans[3]
+    still = PackedDataset(reader, 256, shuffle=False)
+    assert still.plan(0) == still.plan(5)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_epoch_resumes_at_any_batch(reader, prefetch):
+    dataset = PackedDataset(reader, 256, prefetch=prefetch)
+    whole = list(dataset.epoch(2))
+    rest = list(dataset.epoch(2, start=4))
+    assert len(rest) == len(whole) - 4 == dataset.num_batches(2) - 4
+    assert all(same(left, right) for left, right in zip(whole[4:], rest, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+def test_ranks_share_an_epoch_evenly_without_loss_or_double(reader, num_ranks):
+    plans = [PackedDataset(reader, 256, rank=rank, num_ranks=num_ranks).plan(0) for rank in range(num_ranks)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(index for plan in plans for batch in plan for index in batch) == list(range(80))
+
+
+def test_batches_are_nearly_full():
+    lengths = np.random.default_rng(0).lognormal(6.9, 0.8, 5000).clip(16, 8192).astype(np.int32)
+    batches = pack(lengths, 8192, np.random.default_rng(1))
+    assert sorted(index for batch in batches for index in batch) == list(range(5000))
+    assert lengths.sum() / (len(batches) * 8192) > 0.95
+
+
+def test_a_sample_longer_than_a_batch_is_named(reader):
+    with pytest.raises(UserError, match=r"sample '.*' has \d+ tokens"):
+        PackedDataset(reader, max_tokens=20)
+
+
+def test_more_ranks_than_samples_is_an_error(reader):
+    with pytest.raises(UserError, match="too few samples"):
+        PackedDataset(reader, 256, num_ranks=100).plan(0)
+
+
+def test_to_moves_every_tensor(reader):
+    batch = next(PackedDataset(reader, 256).epoch(0)).to("meta")
+    assert batch.aux.device.type == batch.cu_seqlens.device.type == "meta" and batch.sample_ids

@@ -1,0 +1,64 @@
+"""Copies are found, near copies too, different texts are not; evaluation prompts are found inside training texts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key, ngram_hashes, words_of
+
+WORDS = [f"word{i}" for i in range(400)]
+
+
+def sentence(seed: int, length: int = 80) -> list[str]:
+    return random.Random(seed).choices(WORDS, k=length)
+
+
+def test_exact_key_looks_past_case_spacing_and_punctuation():
+    assert exact_key("Hello,  world!") == exact_key("hello world")
+    assert exact_key("hello world") != exact_key("hello worlds")
+    assert exact_key("!!!") != exact_key("???")
+
+
+def jaccard(left: list[str], right: list[str]) -> float:
+    a, b = ({tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (left, right))
+    return len(a & b) / len(a | b)
+
+
+@pytest.mark.parametrize("num_changed, found", [(0, True), (1, True), (12, False)])
+def test_near_duplicates_by_the_share_of_common_shingles(num_changed, found):
+    original = sentence(1, 200)
+    changed = list(original)
+    for i in range(num_changed):
+        changed[8 + 15 * i] = "changed"
+    assert (jaccard(original, changed) >= 0.8) == found
+    index = NearDuplicates(0.8)
+    assert index.find_or_add("first", " ".join(original)) is None
+    assert index.find_or_add("second", " ".join(changed)) == ("first" if found else None)
+
+
+def test_different_texts_are_all_kept():
+    index = NearDuplicates(0.8)
+    assert all(index.find_or_add(str(i), " ".join(sentence(i))) is None for i in range(300))
+
+
+def test_ngrams_are_runs_of_n_words():
+    assert len(ngram_hashes(words_of("a b c d e"), 3)) == 3
+    assert ngram_hashes(["a"], 3) == ngram_hashes(words_of("A!"), 3)
+    assert ngram_hashes([], 3) == set()
+
+
+def test_a_leak_is_a_run_of_n_words_of_an_evaluation_prompt():
+    decontaminator = Decontaminator(13)
+    prompt = sentence(5, 30)
+    decontaminator.add("eval-1", " ".join(prompt))
+    assert decontaminator.leak([" ".join(sentence(6) + prompt[10:23] + sentence(7))]) == "eval-1"
+    assert decontaminator.leak([" ".join(sentence(6) + prompt[10:22] + sentence(7))]) is None
+
+
+def test_a_short_evaluation_prompt_leaks_only_as_a_whole_turn():
+    decontaminator = Decontaminator(13)
+    decontaminator.add("eval-1", "Hello there")
+    assert decontaminator.leak(["hello there!"]) == "eval-1"
+    assert decontaminator.leak(["Hello there, can you help me?"]) is None

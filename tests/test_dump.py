@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+from fake_capture import FakeServer, make_records, states_of, store_meta
+
+from eagle3_utils.config import ExtractConfig
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.dump import BadDump, file_name_of, read_dump, share_staging, sweep, take_sample
+
+META = store_meta()
+CONFIG = ExtractConfig(max_tokens_in_flight=300)
+
+
+def test_staging_too_small_for_the_longest_sample_is_refused(tmp_path):
+    tiny = CONFIG.model_copy(update={"staging_max_bytes": 1 << 20})
+    long = make_records(1)
+    long[0].input_ids = list(range(9000))
+    with pytest.raises(UserError, match="staging_max_bytes"):
+        share_staging([tmp_path], long, META, tiny)
+    held, tokens = share_staging([tmp_path], make_records(3), META, tiny)
+    assert held == (1 << 20) // 4 and tokens == 300
+
+
+def test_ids_that_differ_only_in_odd_characters_get_different_files():
+    assert file_name_of("chat-1") == "chat-1"
+    assert file_name_of("a/b") != file_name_of("a:b")
+    assert "/" not in file_name_of("../../etc/passwd") and len(file_name_of("x" * 500)) < 130
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    """A record, the request id of its dump, and the dump's path."""
+    record = make_records(1, seed=3)[0]
+    FakeServer(tmp_path).dump("hs-1", record.input_ids, None)
+    return record, tmp_path / "hs-1.safetensors"
+
+
+def test_a_dump_is_mapped_and_becomes_the_records_sample(dumped):
+    record, path = dumped
+    dump = read_dump(path)
+    path.unlink()  # the mapping keeps the bytes
+    sample = take_sample(dump, record, "hs-1", META, "n1")
+    aux, final = states_of(record.input_ids)
+    assert torch.equal(sample.aux, aux) and torch.equal(sample.final, final)
+    assert sample.input_ids.tolist() == record.input_ids and sample.loss_mask.tolist() == record.loss_mask
+    assert sample.input_ids.dtype == np.int32 and (sample.id, sample.source) == (record.id, record.source)
+
+
+def test_a_dump_of_another_request_server_or_length_is_refused(dumped):
+    record, path = dumped
+    dump = read_dump(path)
+    with pytest.raises(BadDump, match="not 'hs-2'"):
+        take_sample(dump, record, "hs-2", META, "n1")
+    with pytest.raises(BadDump, match="another server"):
+        take_sample(dump, record, "hs-1", META, "n2")
+    record.input_ids = [*record.input_ids, 5]
+    with pytest.raises(BadDump, match="were sent"):
+        take_sample(dump, record, "hs-1", META, "n1")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0nojsn", b"\x02\0\0\0\0\0\0\0{}"])
+def test_a_file_that_is_no_dump_is_refused(tmp_path, content):
+    path = tmp_path / "hs-1.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BadDump):
+        read_dump(path)
+
+
+def test_sweep_keeps_the_runs_own_dumps_and_the_handshake(tmp_path):
+    for name in ("hs-aaaa-1.safetensors", "hs-bbbb-1.safetensors", "hs-bbbb-2.error", "handshake.json"):
+        (tmp_path / name).touch()
+    sweep([tmp_path], keep="aaaa")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["handshake.json", "hs-aaaa-1.safetensors"]
+    sweep([tmp_path])
+    assert [path.name for path in tmp_path.iterdir()] == ["handshake.json"]

@@ -1,0 +1,178 @@
+"""Stage 05 from a run folder to metrics.json, on a tiny random target and an untrained draft of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import one_thread
+
+from eagle3_utils import runs
+from eagle3_utils.acceptance import evaluate, figures, heldout, offline, parity, served
+from eagle3_utils.acceptance.heldout import Prompt
+from eagle3_utils.acceptance.speculate import load_reference_model, plain_decode
+from eagle3_utils.config import EvaluateConfig, TrainConfig
+from eagle3_utils.corpus.records import Record, write_parquet
+from eagle3_utils.draft.build import new_draft
+from eagle3_utils.draft.checkpoint import BEST_WEIGHTS, save_weights
+from eagle3_utils.draft.export import export_draft
+from eagle3_utils.draft.vocab import vocab_map_of
+from eagle3_utils.errors import UserError
+from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
+from eagle3_utils.target import load_target
+
+AUX_LAYERS = [1, 2, 3]
+
+
+def make_run(folder, tiny_llama):
+    """A run folder with what stages 01, 03 and 04 leave: corpus, validation store and draft."""
+    target = load_target(str(tiny_llama))
+    model = load_reference_model(target)
+    data = folder / "data"
+    meta = StoreMeta(hidden_size=target.hidden_size, aux_layers=AUX_LAYERS, final="supervised", fingerprint="test")
+    records = []
+    with StoreWriter(data / "hidden_states" / "val", meta, shard_bytes=1 << 20) as writer:
+        for number in range(4):
+            prompt = Prompt(f"v{number}", "chat" if number % 2 else "code", [1, 50 + number, 60])
+            output_ids = plain_decode(model, prompt.input_ids, 12).output_ids
+            batch = heldout.packed_sample(model, prompt, output_ids, AUX_LAYERS)
+            ids, mask = batch.input_ids.int().numpy(), batch.loss_mask.numpy().astype("uint8")
+            final_rows = (batch.final_index >= 0).numpy()
+            states = {"aux": batch.aux.bfloat16(), "final": batch.final.bfloat16(), "final_rows": final_rows}
+            writer.add(Sample(prompt.id, ids, mask, **states, source=prompt.source))
+            records.append(Record(prompt.id, prompt.source, ids.tolist(), mask.tolist()))
+    (data / "corpus").mkdir()
+    write_parquet(records, data / "corpus" / "train.parquet")
+    torch.manual_seed(0)
+    vocab = vocab_map_of(torch.arange(0, target.vocab_size, 50), target.vocab_size)
+    draft = new_draft(TrainConfig(draft_vocab_size=len(vocab.target_ids)), target, AUX_LAYERS, vocab)
+    export_draft(draft, target, data / "draft" / "export", torch.float32)
+    save_weights(data / "draft" / BEST_WEIGHTS, draft)
+    lines = [
+        {"id": f"{source}{n}", "source": source, "split": "eval", "messages": [{"role": "user", "content": f"Say {n}"}]}
+        for source in ("chat", "code")
+        for n in range(3)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return EvaluateConfig(
+        run_dir=str(folder), model=str(tiny_llama), prompts=[str(folder / "prompts.jsonl")], prompts_per_source=2,
+        max_new_tokens=10, num_offline_steps=3, replay_shapes=[[1, 1, 2], [2, 2, 4]], device="cpu",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tiny_llama, tmp_path_factory):
+    with one_thread():
+        yield make_run(tmp_path_factory.mktemp("run"), tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def work(config):
+    return evaluate.load(config, runs.open_stage(config, "05_evaluate_acceptance"))
+
+
+@pytest.fixture(scope="module")
+def decoded(work):
+    return work.decode_held_out()
+
+
+def test_teacher_forced_counts_cover_the_validation_store(work):
+    samples = work.teacher_forced()
+    assert [(sample.id, sample.source) for sample in samples] == [
+        ("v0", "code"), ("v1", "chat"), ("v2", "code"), ("v3", "chat"),
+    ]  # fmt: skip
+    # 12 output tokens, the first of them predicted by slot 1, which has its token: all 12 at step 0
+    assert all(sample.counts.supervised.tolist() == [12, 12, 11] for sample in samples)
+
+
+def test_decoding_is_lossless_and_its_figures_become_metrics_the_summary_reads(work, config, decoded):
+    assert [item.prompt.id for item in decoded] == ["chat0", "chat1", "code0", "code1"]
+    differences = work.differences(decoded)
+    teacher_forced = offline.summarise(work.teacher_forced(), num_resamples=20)
+    lengths = {"decoded": heldout.accept_lengths(decoded, num_resamples=20)}
+    by_shape = work.replay_shapes(decoded)
+    left_out = work.serve()
+    report = work.parity(left_out)
+    metrics = figures.stage_metrics(config, teacher_forced, decoded, differences, lengths, by_shape, left_out, report)
+    assert metrics == json.loads(json.dumps(metrics))
+    assert metrics["identical"] is True and metrics["num_prompts"] == 4
+    assert metrics["accept_length"] == lengths["decoded"]["all"].value >= 1.0
+    assert set(metrics["accept_length_by_source"]) == {"chat", "code"}
+    assert list(metrics["replayed"]) == ["1 · 1 · 2", "2 · 2 · 4"]
+    assert metrics["served"] == [] and "no CUDA GPU" in metrics["served_left_out"]
+    assert metrics["parity"]["passed"] is None and "left out" in left_out.text()
+    rows = figures.step_rows(teacher_forced)
+    assert [row["step"] for row in rows[:3]] == [0, 1, 2] and rows[0]["low"] <= rows[0]["accept_length"]
+    assert figures.decoded_rows(lengths)[0]["source"] == "all"
+
+
+def test_figures_on_the_decoded_tokens_and_replay_agree_with_decoding(work, decoded):
+    samples = work.teacher_forced_on(decoded)
+    assert [sample.counts.supervised[0] for sample in samples] == [10.0] * 4
+    tokens = sum(item.fast.num_verified_tokens for item in decoded)
+    verifications = sum(item.fast.num_verifications for item in decoded)
+    shape = served.shape_name(work.shape)
+    replayed = work.replay_shapes(decoded) | {shape: offline.ratio_interval([tokens], [verifications])}
+    assert replayed["1 · 1 · 2"].value <= 2.0
+
+
+def test_a_difference_where_the_choice_was_clear_is_an_error_and_a_tie_is_a_line(work, decoded, monkeypatch):
+    item = decoded[0]
+    wrong = replace(item.fast, output_ids=[*item.fast.output_ids[:3], 7, *item.fast.output_ids[4:]])
+    changed = [replace(item, fast=wrong)]
+    with pytest.raises(UserError, match="not plain greedy's"):
+        work.differences(changed)
+    monkeypatch.setattr(heldout, "logit_gap", lambda *arguments: 1e-5)
+    assert work.differences(changed) == ["chat0: token 3 differs, best logit 1e-05 above the second"]
+
+
+def test_without_reference_decoding_the_teacher_forced_length_is_the_headline(work, config):
+    config = config.model_copy(update={"reference_decoding": False})
+    teacher_forced = offline.summarise(work.teacher_forced(), num_resamples=20)
+    part = evaluate.ServedPart("served: off")
+    metrics = figures.stage_metrics(
+        config, teacher_forced, [], [], {"decoded": {}}, {}, part, parity.ParityReport(left_out="x")
+    )
+    assert metrics["accept_length_from"] == "teacher-forced" and metrics["identical"] is None
+    assert metrics["accept_length"] == teacher_forced["all"]["accept_length"][2].value
+
+
+def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, decoded):
+    """The served figures are those of a draft with absolute d2t; the trained draft, unharmed, finds it out."""
+    name, broken = next(item for item in parity.faults(work.draft, work.target).items() if "absolute" in item[0])
+    prompts = work.prompts(10, 10)
+    answers = []
+    for prompt in prompts:
+        output_ids = plain_decode(work.model, prompt.input_ids, 20).output_ids
+        batch = heldout.packed_sample(work.model, prompt, output_ids, AUX_LAYERS)
+        counts = heldout.accepted_histogram([heldout.replay(broken, batch, work.shape)], 3)
+        answers.append(served.ServedAnswer(prompt.id, "chat", output_ids, 20, sum(counts), counts, 1.0))
+    run = served.ServedRun("3 · 1 · 4", work.shape, 1, 1.0, answers)
+    report = work.parity(evaluate.ServedPart(runs=[run]))
+    assert report.num_verifications == sum(answer.verifications for answer in answers)
+    assert report.passed or name in report.causes
+
+
+def test_a_draft_of_other_layers_than_the_store_is_refused(config, work, tmp_path):
+    folder = work.draft_folder
+    original = (folder / "config.json").read_text()
+    values = json.loads(original)
+    values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [3, 4, 5]
+    try:
+        (folder / "config.json").write_text(json.dumps(values))
+        with pytest.raises(UserError, match=r"takes layers \[3, 4, 5\].*holds \[1, 2, 3\]"):
+            evaluate.load(config, work.stage)
+    finally:
+        (folder / "config.json").write_text(original)
+
+
+def test_trained_draft_has_the_weights_of_training(work):
+    path = work.stage.data / "draft" / BEST_WEIGHTS
+    tensors = load_file(path)
+    try:
+        save_file(tensors | {"norm.weight": torch.full_like(tensors["norm.weight"], 3.0)}, path)
+        assert work.trained_draft().norm.weight.eq(3.0).all()
+    finally:
+        save_file(tensors, path)
+    assert not work.draft.norm.weight.eq(3.0).any()

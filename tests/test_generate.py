@@ -1,0 +1,147 @@
+"""Responses by HTTP: what is asked, what is written, and that an interrupted run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_endpoint import Endpoint
+from transformers import AutoTokenizer
+
+from eagle3_utils.corpus import generate, responses
+from eagle3_utils.corpus.endpoints import EndpointPool, Sampling
+from eagle3_utils.corpus.responses import GenerateSettings
+from eagle3_utils.errors import UserError
+
+SETTINGS = GenerateSettings("model-1", Sampling(0.7, 1.0, 16))
+KEY = "sk-secret-1234"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama):
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+@pytest.fixture
+def endpoint(tokenizer):
+    server = Endpoint(tokenizer)
+    yield server
+    server.shutdown()
+
+
+def prompt(number: int, *turns: str, source: str = "chat") -> dict:
+    messages = [{"role": "user", "content": turn} for turn in turns or (f"say {number}",)]
+    return {"id": f"p{number}", "source": source, "split": "train", "messages": messages}
+
+
+def run(prompts, path, urls, tokenizer, api="sglang", settings=SETTINGS, **options):
+    async def all_of_it():
+        async with EndpointPool(urls, api, "some-model", backoff_seconds=0.01, **options) as pool:
+            return await generate.generate(prompts, path, pool, tokenizer, settings, num_concurrent=4)
+
+    return asyncio.run(all_of_it())
+
+
+def test_sglang_responses_keep_the_generated_ids(tmp_path, endpoint, tokenizer):
+    path = tmp_path / "responses.jsonl"
+    summary = run([prompt(i) for i in range(10)], path, [endpoint.url], tokenizer)
+    made = responses.read_responses(path)
+    assert set(made) == {f"p{i}" for i in range(10)} and summary.generated == 10
+    line = made["p3"]
+    text = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(line["prompt_ids"]) == text
+    assert tokenizer.decode(line["output_ids"]) == "SAY 3<|im_end|>"
+    assert (line["text"], line["finish_reason"], line["split"]) == ("SAY 3", "stop", "train")
+    sent = endpoint.seen[0][1]["sampling_params"]
+    assert (sent["temperature"], sent["top_p"], sent["max_new_tokens"]) == (0.7, 1.0, 16)
+    assert summary.completion_tokens == sum(len(line["output_ids"]) for line in made.values())
+    assert len({body["sampling_params"]["sampling_seed"] for _, body in endpoint.seen}) == 10
+
+
+def test_openai_responses_have_text_and_cost_and_the_key_is_in_no_file(tmp_path, endpoint, tokenizer, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    path = tmp_path / "responses.jsonl"
+    responses.resume(path, SETTINGS)
+    endpoint.script = [(500, {})]
+    summary = run([prompt(1), prompt(2)], path, [endpoint.url + "/v1/"], tokenizer, api="openai")
+    line = responses.read_responses(path)["p1"]
+    assert line["text"] == "SAY 1" and "output_ids" not in line
+    assert endpoint.seen[0][0] == "/v1/chat/completions" and endpoint.seen[0][1]["model"] == "some-model"
+    assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
+    assert (summary.cost, summary.prompt_tokens, summary.num_retries) == (0.5, 10, 1)
+    assert not any(KEY in file.read_text() for file in tmp_path.iterdir())
+
+
+def test_earlier_turns_keep_their_generated_ids(tmp_path, endpoint, tokenizer):
+    path = tmp_path / "responses.jsonl"
+    talk = prompt(1, "one", "two")
+    talk["messages"].insert(1, {"role": "assistant", "content": "to be generated anew"})
+    run([talk], path, [endpoint.url], tokenizer)
+    line = responses.read_responses(path)["p1"]
+    assert [m["content"] for m in line["messages"]] == ["one", "ONE", "two"]
+    ids = line["prompt_ids"] + line["output_ids"]
+    whole = tokenizer.apply_chat_template([*line["messages"], {"role": "assistant", "content": "TWO"}], tokenize=False)
+    assert tokenizer.decode(ids) == whole.removesuffix("\n")
+    ((start, end),) = line["output_spans"]
+    assert tokenizer.decode(ids[start:end]) == "ONE<|im_end|>"
+
+
+def test_a_killed_run_goes_on_after_its_last_whole_line(tmp_path, endpoint, tokenizer):
+    path = tmp_path / "responses.jsonl"
+    prompts = [prompt(i) for i in range(6)]
+    responses.resume(path, SETTINGS)
+    run(prompts[:4], path, [endpoint.url], tokenizer)
+    with open(path, "ab") as file:
+        file.write(b'{"id": "p4", "text": "ha')
+    done = responses.resume(path, SETTINGS)
+    assert len(done) == 4
+    run([p for p in prompts if p["id"] not in done], path, [endpoint.url], tokenizer)
+    assert len(endpoint.seen) == 6 and len(path.read_text().splitlines()) == 6
+    assert set(responses.resume(path, SETTINGS)) == {p["id"] for p in prompts}
+
+
+def test_too_long_prompts_and_failures_are_counted_and_limited(tmp_path, endpoint, tokenizer):
+    path = tmp_path / "responses.jsonl"
+    endpoint.script = [(400, {})]
+    settings = GenerateSettings("model-1", SETTINGS.sampling, max_prompt_tokens=60)
+    prompts = [prompt(1), prompt(2, "long " * 80), prompt(3)]
+    summary = run(prompts, path, [endpoint.url], tokenizer, settings=settings)
+    assert summary.generated == 1 and summary.failed.total() == 2
+    assert summary.failed["a prompt longer than 60 tokens"] == 1 and summary.failed["HTTP 400"] == 1
+    generate.check_failures(summary, 3, 0.7)
+    with pytest.raises(UserError, match="2 of 3 prompts"):
+        generate.check_failures(summary, 3, 0.1)
+
+
+def test_progress_is_told_as_responses_come(tmp_path, endpoint, tokenizer):
+    told = []
+
+    def tell(**fields):
+        told.append(fields)
+
+    async def all_of_it():
+        async with EndpointPool([endpoint.url]) as pool:
+            path = tmp_path / "r.jsonl"
+            prompts = [prompt(i) for i in range(5)]
+            await generate.generate(
+                prompts,
+                path,
+                pool,
+                tokenizer,
+                SETTINGS,
+                num_concurrent=1,
+                progress=lambda **fields: told.append(fields),
+            )
+
+    asyncio.run(all_of_it())
+    assert [fields["done"] for fields in told] == [1, 2, 3, 4, 5]
+    assert told[-1]["eta_seconds"] == 0 and told[0]["unit"] == "responses" and told[0]["total"] == 5
+
+
+def test_rows_by_source_count_tokens_and_endings(tokenizer):
+    made = [prompt(i, source=s) | {"text": "a b", "output_ids": [1] * n, "finish_reason": f}
+            for i, (s, n, f) in enumerate([("x", 4, "stop"), ("x", 2, "length"), ("y", 5, "stop")])]  # fmt: skip
+    rows = generate.describe(made, {"p1"}, tokenizer)
+    assert rows[0] == {"source": "x", "responses": 2, "generated_earlier": 1, "tokens": 6, "mean_tokens": 3.0,
+                       "ended_by_itself": 0.5}  # fmt: skip
+    assert [row["tokens"] for row in rows] == [6, 5]

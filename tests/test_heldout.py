@@ -1,0 +1,128 @@
+"""Held-out prompts: which are read, that both decodings agree, what is counted, and replay beside real decoding."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_models import AUX_LAYERS, one_thread, small_draft, small_model
+from transformers import AutoTokenizer
+
+from eagle3_utils.acceptance import heldout
+from eagle3_utils.acceptance.heldout import DecodedPrompt, Prompt
+from eagle3_utils.acceptance.speculate import Decoded
+from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def model():
+    with one_thread():
+        yield small_model()
+
+
+@pytest.fixture(scope="module")
+def draft(model):
+    return small_draft(model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(example_target):
+    return AutoTokenizer.from_pretrained(example_target)
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    lines = [
+        {"id": f"c{n}", "source": "chat", "split": split, "messages": [{"role": "user", "content": text}]}
+        for n, (split, text) in enumerate([("train", "no"), ("eval", "one"), ("eval", "two " * 50), ("eval", "three")])
+    ]
+    lines.append({"id": "m0", "source": "maths", "prompt": "1 + 1 =", "split": "eval"})
+    lines.append({"prompt": "no split, no source"})
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_only_held_out_prompts_are_read_and_the_template_renders_them(prompts_file, tokenizer):
+    prompts = heldout.read_prompts([prompts_file], tokenizer, per_source=8, max_tokens=60)
+    assert [(prompt.id, prompt.source) for prompt in prompts] == [
+        ("c1", "chat"), ("c3", "chat"), ("m0", "maths"), ("mine-6", "mine"),
+    ]  # fmt: skip
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "one"}], add_generation_prompt=True)
+    assert prompts[0].input_ids == list(getattr(expected, "input_ids", expected))
+    assert len(heldout.read_prompts([prompts_file], tokenizer, per_source=1)) == 3
+
+
+def test_no_held_out_prompt_and_no_file_are_said(prompts_file, tokenizer, tmp_path):
+    with pytest.raises(UserError, match="no such prompts file"):
+        heldout.read_prompts([tmp_path / "absent.jsonl"], tokenizer, 1)
+    prompts_file.write_text(json.dumps({"prompt": "x", "split": "train"}))
+    with pytest.raises(UserError, match="no held-out prompts"):
+        heldout.read_prompts([prompts_file], tokenizer, 1)
+
+
+def test_stop_ids_come_from_generation_config_config_and_tokenizer(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    target = SimpleNamespace(path=tmp_path, text_config={"eos_token_id": 2})
+    assert heldout.stop_ids_of(target, SimpleNamespace(eos_token_id=9)) == [2, 5, 7, 9]
+    (tmp_path / "generation_config.json").unlink()
+    assert heldout.stop_ids_of(target, SimpleNamespace(eos_token_id=None)) == [2]
+
+
+def decoded(source, num_tokens, num_accepted):
+    run = Decoded(list(range(num_tokens)), num_accepted)
+    return DecodedPrompt(Prompt("x", source, [1]), Decoded(list(range(num_tokens)), []), run, 1.0, 0.5)
+
+
+def test_accept_length_is_tokens_of_verifications_over_verifications_by_source():
+    runs = [decoded("chat", 7, [1, 3]), decoded("chat", 4, [0, 0, 0]), decoded("code", 1, [])]
+    found = heldout.accept_lengths(runs, num_resamples=100)
+    assert set(found) == {"all", "chat"}  # an answer of one token has no verification
+    assert found["chat"].value == (6 + 3) / 5
+    assert (found["chat"].low, found["chat"].high) == (1.0, 3.0)
+
+
+def test_acceptance_by_position_is_the_share_that_accepts_one_more():
+    num_accepted = [[1, 3], [0, 0, 0]]
+    assert heldout.accepted_histogram(num_accepted, 3) == [3, 1, 0, 1]
+    found = heldout.acceptance_by_position(num_accepted, 3, num_resamples=200)
+    assert [interval.value for interval in found] == [2 / 5, 1 / 2, 1.0]
+    assert (found[0].low, found[0].high) == (0.0, 1.0)  # either prompt alone
+
+
+def test_first_difference_is_the_index_or_none():
+    assert heldout.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert heldout.first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert heldout.first_difference([1, 2, 3], [1, 2]) == 2
+
+
+@pytest.mark.parametrize("shape", [TreeShape(3), TreeShape(3, 3, 8), TreeShape(2, 2, 5, "ancestors")], ids=str)
+def test_replay_accepts_what_decoding_accepts(model, draft, shape):
+    """All but the last verification, whose tokens may run past the end of the known output."""
+    prompts = [Prompt(str(n), "chat", [3, n, 5, 1]) for n in range(3)]
+    total = 0
+    for item in heldout.decode_prompts(model, draft, prompts, shape, 24, stop_ids=()):
+        assert item.first_difference is None
+        batch = heldout.packed_sample(model, item.prompt, item.plain.output_ids, AUX_LAYERS)
+        found = heldout.replay(draft, batch, shape)
+        assert found[:-1] == item.fast.num_accepted[:-1]
+        assert len(found) == len(item.fast.num_accepted)
+        total += sum(found)
+    assert total > 0
+
+
+@torch.no_grad()
+def test_packed_sample_holds_the_models_states_and_supervises_the_output(model):
+    batch = heldout.packed_sample(model, Prompt("a", "chat", [3, 1, 4]), [1, 5], AUX_LAYERS)
+    states = model(torch.tensor([[3, 1, 4, 1, 5]]), output_hidden_states=True)
+    assert batch.loss_mask.tolist() == [False, False, False, True, True]
+    assert batch.final_index.tolist() == [-1, -1, 0, 1, -1]
+    torch.testing.assert_close(batch.aux[:, 1], states.hidden_states[2][0])
+    torch.testing.assert_close(model.lm_head(batch.final), states.logits[0, 2:4])
+
+
+@torch.no_grad()
+def test_logit_gap_is_best_minus_second(model):
+    logits = model(torch.tensor([[3, 1, 4, 1]])).logits[0, -1].sort().values
+    assert heldout.logit_gap(model, [3, 1, 4], [1, 9], 1) == pytest.approx(float(logits[-1] - logits[-2]), rel=1e-4)

@@ -1,0 +1,59 @@
+"""The layer's parts against plain formulas."""
+
+import torch
+from draft_reference import small_config, small_model
+
+from eagle3_utils.draft.layers import MLP, LlamaAttention, MLAttention, RMSNorm
+
+
+def test_norm_divides_by_the_root_mean_square():
+    norm = RMSNorm(4, eps=0.0)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 1.0, 1.0]))
+    torch.testing.assert_close(norm(torch.tensor([[2.0, 2.0, 2.0, 2.0]])), torch.tensor([[1.0, 2.0, 1.0, 1.0]]))
+
+
+def test_mlp_gates_with_silu():
+    mlp, x = MLP(3, 5), torch.randn(2, 3)
+    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
+    torch.testing.assert_close(mlp(x), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
+
+
+def test_llama_latents_split_into_keys_and_values():
+    attention, both = LlamaAttention(small_config()), torch.randn(3, 64)
+    zero, one = torch.zeros(3, 1, 4), torch.ones(3, 1, 4)
+    keys, values = attention.keys_values(both @ attention.key_value_weight().T, one, zero)  # no rotation
+    torch.testing.assert_close(keys, attention.k_proj(both).view(3, 2, 8))
+    torch.testing.assert_close(values, attention.v_proj(both).view(3, 2, 8))
+
+
+MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
+           v_head_dim=6)  # fmt: skip
+
+
+def test_mla_scores_equal_deepseeks_interleaved_rotation():
+    attention, both = MLAttention(small_config(**MLA)), torch.randn(2, 64)
+    angle = torch.tensor([[0.3, 0.7], [1.1, 0.2]])
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    query = attention.queries(both @ attention.query_weight().T, cos, sin)
+    keys, _ = attention.keys_values(both @ attention.key_value_weight().T, cos, sin)
+    q = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(both))).view(2, 4, 12)
+    latent = attention.kv_a_proj_with_mqa(both)
+    k = attention.kv_b_proj(attention.kv_a_layernorm(latent[:, :12])).view(2, 4, 14)[..., :8]
+
+    def turn(pairs):  # complex multiplication of (even, odd) pairs, as deepseek_v2 does it
+        return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
+            cos * 0 + 1, angle[:, None]
+        )
+
+    rotary = (turn(q[..., 8:]) * turn(latent[:, None, 12:]).conj()).real.sum(-1)
+    torch.testing.assert_close((query * keys).sum(-1), (q[..., :8] * k).sum(-1) + rotary, atol=1e-5, rtol=1e-5)
+
+
+def test_mla_scale_grows_with_yarn_as_deepseeks_does():
+    plain, _ = small_model(**MLA)
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    scaled, _ = small_model(**MLA, rope=rope)
+    ratio = scaled.midlayer.self_attn.scale / plain.midlayer.self_attn.scale
+    assert abs(ratio - 1.3688879454113936**2) < 1e-6  # 0.1 ln 40 + 1

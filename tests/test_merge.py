@@ -1,0 +1,87 @@
+"""From files to a corpus: what goes in, what stays out and why, and that the same input gives the same corpus."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from merging import build, pair, question, write
+from transformers import AutoTokenizer
+
+from eagle3_utils.corpus.records import corpus_hash, read_parquet
+from eagle3_utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama):
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def test_a_corpus_from_two_sources(tmp_path, tokenizer):
+    one = write(tmp_path / "one.jsonl", [pair(i) for i in range(40)])
+    two = write(tmp_path / "two.jsonl", [{"messages": [{"role": "user", "content": question(i)},
+                {"role": "assistant", "content": f"It is {i}, of course."}]} for i in range(100, 120)])  # fmt: skip
+    report = build(tmp_path, tokenizer, [{"name": "one", "path": one}, {"name": "two", "path": two}])
+    train, val = (read_parquet(tmp_path / "corpus" / f"{split}.parquet") for split in ("train", "val"))
+    assert {(s, sum(r.source == s for r in train), sum(r.source == s for r in val)) for s in ("one", "two")} == {
+        ("one", 32, 8),
+        ("two", 16, 4),
+    }
+    assert len({record.id for record in train + val}) == 60
+    about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
+    assert about == json.loads(json.dumps(report.corpus))
+    assert about["splits"] == {"train": corpus_hash(train), "val": corpus_hash(val)}
+    assert about["counts"]["train"] == {
+        "samples": 48,
+        "tokens": sum(len(r.input_ids) for r in train),
+        "supervised_tokens": sum(sum(r.loss_mask) for r in train),
+    }
+    assert about["longest"] == max(len(r.input_ids) for r in train + val)
+    assert [source["format"] for source in about["sources"]] == ["prompt_response", "messages"]
+    assert not (tmp_path / "corpus" / "spool.tmp").exists()
+    sample = next(record for record in train if record.source == "two")
+    words = tokenizer.decode([t for t, m in zip(sample.input_ids, sample.loss_mask, strict=True) if m])
+    assert words.startswith("It is ") and words.endswith("of course.<|im_end|>")
+
+
+def test_the_corpus_does_not_depend_on_the_order_of_the_input_but_on_the_seed(tmp_path, tokenizer):
+    rows = [pair(i, id=f"r{i}") for i in range(30)]
+    hashes = []
+    for name, order, seed in (("a", rows, 0), ("b", rows[::-1], 0), ("c", rows, 1)):
+        (tmp_path / name).mkdir()
+        path = write(tmp_path / name / "x.jsonl", order)
+        hashes.append(build(tmp_path / name, tokenizer, [{"name": "x", "path": path}], seed=seed).corpus["hash"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_weights_limits_and_repeated_ids(tmp_path, tokenizer):
+    half = write(tmp_path / "half.jsonl", [pair(i, id=str(i)) for i in range(20)])
+    few = write(tmp_path / "few.jsonl", [pair(i, id=str(i)) for i in range(50, 70)] + [pair(80, id="51")])
+    entries = [{"name": "half", "path": half, "weight": 0.5}, {"name": "few", "path": few, "max_samples": 6}]
+    report = build(tmp_path, tokenizer, entries)
+    assert {row["source"]: row["samples"] for row in report.corpus["statistics"]} == {"half": 10, "few": 6, "all": 16}
+
+
+def test_too_many_broken_records_stop_the_run(tmp_path, tokenizer):
+    path = write(tmp_path / "x.jsonl", [pair(i) for i in range(8)] + ["{", "{"])
+    with pytest.raises(UserError, match=r"2 of 10 records are unusable.*not JSON") as raised:
+        build(tmp_path, tokenizer, [{"name": "bad", "path": path}])
+    assert "bad" in str(raised.value) and not (tmp_path / "corpus" / "corpus.json").exists()
+
+
+@pytest.mark.parametrize("mask", [0, 1])
+def test_masks_of_all_ones_or_zeros_are_refused_by_the_sources_name(tmp_path, tokenizer, mask):
+    rows = [{"input_ids": list(range(20 * i, 20 * i + 20)), "loss_mask": [mask] * 20} for i in range(1, 9)]
+    path = write(tmp_path / "x.jsonl", rows)
+    settings = {"min_supervised_tokens": 0} if mask == 0 else {}
+    with pytest.raises(UserError, match="source odd") as raised:
+        build(tmp_path, tokenizer, [{"name": "odd", "path": path}], **settings)
+    assert f"{mask:.1%}" in str(raised.value)
+
+
+def test_raw_text_may_be_all_ones_when_it_is_named_text(tmp_path, tokenizer):
+    path = write(tmp_path / "x.jsonl", [{"text": question(i)} for i in range(8)])
+    with pytest.raises(UserError, match="supervised"):
+        build(tmp_path, tokenizer, [{"name": "x", "path": path}])
+    report = build(tmp_path, tokenizer, [{"name": "x", "path": path, "format": "text"}])
+    assert report.corpus["statistics"][-1]["supervised_share"] == 1.0

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+from fake_capture import make_records
+
+from eagle3_utils.states.pool import Pool, Worker, backoff_seconds, in_buckets
+
+
+def test_order_is_deterministic_long_first_within_buckets():
+    records = make_records(1200)
+    ordered = in_buckets(records)
+    assert ordered == in_buckets(records)
+    first = ordered[:512]
+    assert {record.id for record in first} == {record.id for record in records[:512]}
+    lengths = [len(record.input_ids) for record in first]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_in_flight_is_bounded_by_tokens():
+    records = sorted(make_records(50), key=lambda record: -len(record.input_ids))
+    worker = Worker("http://a", Path("."))
+    pool = Pool(records, [worker], max_tokens=150, max_tries=3, patience_seconds=1)
+    tasks = []
+    while pool._has_room(worker, pool._ready[0]):
+        tasks.append(pool.take(worker))
+    assert worker.in_flight_tokens <= 150 and len(tasks) >= 2
+    pool.stored(worker, tasks[0])
+    assert worker.in_flight_tokens == sum(task.num_tokens for task in tasks[1:])
+
+
+def test_a_sample_that_kills_servers_is_given_up():
+    worker = Worker("http://a", Path("."))
+    pool = Pool(make_records(1), [worker], max_tokens=100, max_tries=2, patience_seconds=100)
+    assert not pool.server_failed(worker, pool.take(worker), blame_sample=True)
+    worker.retry_at = 0.0
+    assert pool.server_failed(worker, pool.take(worker), blame_sample=True)
+    assert pool.unfinished == 0 and pool.take(worker) is None
+
+
+def test_backoff_doubles_up_to_half_a_minute():
+    assert [backoff_seconds(tries) for tries in (1, 2, 3, 20)] == [0.5, 1.0, 2.0, 30.0]
+
+
+def test_requests_that_fail_together_count_as_one_failure_of_the_server():
+    worker = Worker("http://a", Path("."))
+    pool = Pool(make_records(5), [worker], max_tokens=1000, max_tries=3, patience_seconds=100)
+    tasks = [pool.take(worker) for _ in range(5)]
+    for task in tasks:
+        pool.server_failed(worker, task, blame_sample=False)
+    assert worker.failures == 1 and not worker.dead and pool.unfinished == 5
+    assert [task.tries for task in tasks] == [0] * 5
+
+
+def test_a_server_that_fails_for_long_is_dead_and_the_other_goes_on():
+    one, two = Worker("http://a", Path(".")), Worker("http://b", Path("."))
+    pool = Pool(make_records(2), [one, two], max_tokens=1000, max_tries=3, patience_seconds=0)
+    pool.server_failed(one, pool.take(one), blame_sample=False)
+    assert one.dead and pool.take(one) is None
+    pool.stored(two, pool.take(two))
+    pool.stored(two, pool.take(two))
+    assert pool.unfinished == 0 and pool.unfinished_tokens == 0 and pool.take(two) is None

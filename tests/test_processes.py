@@ -1,0 +1,100 @@
+"""Process groups: stopped whole, orphans recognised, a dead launcher's server killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from eagle3_utils.errors import UserError
+from eagle3_utils.serving import processes
+
+# A leader with a child that ignores SIGTERM, as a server with a busy scheduler does.
+STUBBORN = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)
+"""  # noqa: E501
+
+
+def start(code: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, env=os.environ | environment
+    )
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_group_is_stopped_with_its_stubborn_children(monkeypatch):
+    monkeypatch.setattr(processes, "_TERM_SECONDS", 0.5)
+    leader = start(STUBBORN)
+    child = int(leader.stdout.readline())
+    processes.stop_group(leader)
+    assert leader.returncode is not None
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_orphan_of_ours_is_stopped_and_forgotten(tmp_path):
+    orphan = start("import time; print(flush=True); time.sleep(600)", **{processes.NONCE_VARIABLE: "abc"})
+    orphan.stdout.readline()
+    processes.remember(tmp_path, orphan.pid, "abc", ["python"])
+    path = tmp_path / f"server-{orphan.pid}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"launcher_started": 1.0}))  # its launcher is dead
+    assert processes.stop_orphans(tmp_path) == [orphan.pid]
+    assert orphan.wait(10) is not None and not path.exists()
+
+
+@pytest.mark.parametrize("launcher_is_dead", [True, False])
+def test_a_stranger_with_the_pid_and_a_server_in_use_are_left_alone(tmp_path, launcher_is_dead):
+    nonce = "another" if launcher_is_dead else "abc"
+    other = start("import time; print(flush=True); time.sleep(600)", **{processes.NONCE_VARIABLE: nonce})
+    other.stdout.readline()
+    processes.remember(tmp_path, other.pid, "abc", ["python"])
+    try:
+        assert processes.stop_orphans(tmp_path) == []
+        assert other.poll() is None
+    finally:
+        processes.stop_group(other)
+
+
+def test_the_guard_kills_the_group_when_its_launcher_dies(tmp_path):
+    launcher = start(
+        "import subprocess, sys, time\n"
+        "from eagle3_utils.serving.processes import start_guard\n"
+        "server = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "start_guard(server.pid); print(server.pid, flush=True); time.sleep(600)"
+    )
+    server = psutil.Process(int(launcher.stdout.readline()))
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_only_our_own_files_are_cleared_from_a_dump_folder(tmp_path):
+    for name in ("hs-1.safetensors", "hs-2.safetensors.tmp", "hs-3.error", "handshake.json", "notes.txt"):
+        (tmp_path / name).write_text('{"pid": 999999999}')
+    processes.empty_dump_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_a_live_server_dumps_into_is_refused(tmp_path):
+    (tmp_path / "handshake.json").write_text(json.dumps({"pid": os.getpid()}))
+    with pytest.raises(UserError, match=f"a live server .pid {os.getpid()}."):
+        processes.empty_dump_folder(tmp_path)
+
+
+def test_a_handshake_of_another_process_group_is_refused():
+    processes.check_member(os.getpid(), os.getpgid(0))
+    with pytest.raises(UserError, match="not of the server just launched"):
+        processes.check_member(os.getpid(), 1)

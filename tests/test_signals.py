@@ -1,0 +1,20 @@
+"""A first signal is a wish, a second one an interrupt; handlers are put back."""
+
+import os
+import signal
+
+import pytest
+
+from eagle3_utils.draft.signals import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_sets_the_wish_and_second_interrupts(number):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before

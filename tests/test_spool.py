@@ -1,0 +1,66 @@
+"""Records wait on disk, and what is chosen of them depends on seed, source and id alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eagle3_utils.corpus.records import Record
+from eagle3_utils.corpus.spool import RecordSpool
+
+RECORDS = [Record(f"r{i}", "xy"[i % 2], [i, i + 1, 163839], [0, 1, 1]) for i in range(200)]
+
+
+def filled(path, records=RECORDS, seed: int = 0) -> RecordSpool:
+    spool = RecordSpool(path, seed)
+    for record in records:
+        spool.append(record, "xy".index(record.source))
+    return spool
+
+
+def names(spool, numbers) -> list[str]:
+    return [record.id for record in spool.records(numbers)]
+
+
+def test_records_come_back_in_any_order_and_the_file_goes_away(tmp_path):
+    with filled(tmp_path / "spool") as spool:
+        assert len(spool) == 200
+        assert [spool.read(i) for i in (199, 0, 7)] == [RECORDS[199], RECORDS[0], RECORDS[7]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_choice_and_order_do_not_depend_on_the_order_of_arrival(tmp_path):
+    quotas = [(0.5, None), (1.0, 10)]
+    with filled(tmp_path / "a") as one, filled(tmp_path / "b", RECORDS[::-1]) as two:
+        first, second = names(one, one.choose(quotas)), names(two, two.choose(quotas))
+        assert first == second
+        assert [name.id for name in one.records(one.choose([(1.0, None), (1.0, None)]))] != [r.id for r in RECORDS]
+        kept = [RECORDS[int(name[1:])].source for name in first]
+        assert (kept.count("x"), kept.count("y")) == (50, 10)
+    with filled(tmp_path / "c", seed=1) as other:
+        assert names(other, other.choose(quotas)) != first
+
+
+def test_more_records_keep_the_order_of_those_there_were(tmp_path):
+    everything = [(1.0, None), (1.0, None)]
+    with filled(tmp_path / "a", RECORDS[:100]) as fewer, filled(tmp_path / "b") as more:
+        before = names(fewer, fewer.choose(everything))
+        after = names(more, more.choose(everything))
+        assert [name for name in after if name in set(before)] == before
+
+
+@pytest.mark.parametrize("fraction, num_val", [(0.1, 20), (0.001, 2), (0.999, 198)])
+def test_the_same_share_of_every_source_validates(tmp_path, fraction, num_val):
+    with filled(tmp_path / "a") as spool:
+        chosen = spool.choose([(1.0, None), (1.0, None)])
+        train, val = spool.split(chosen, fraction)
+        sources = [record.source for record in spool.records(val)]
+        assert len(val) == num_val and sources.count("x") == sources.count("y")
+        assert sorted([*train, *val]) == list(range(200))
+        assert names(spool, np.sort(val)) != names(spool, val) or num_val == 2
+
+
+def test_a_source_of_one_record_trains(tmp_path):
+    with filled(tmp_path / "a", RECORDS[:1]) as spool:
+        train, val = spool.split(spool.choose([(1.0, None)]), 0.5)
+        assert (len(train), len(val)) == (1, 0)

@@ -1,0 +1,44 @@
+"""Draft vocabulary and its maps."""
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3_utils.draft.vocab import build_draft_vocab, count_tokens, vocab_map_of
+from eagle3_utils.errors import UserError
+
+
+def test_most_frequent_tokens_in_ascending_order_with_offsets():
+    vocab = build_draft_vocab(np.array([5, 0, 9, 1, 7]), 3)
+    assert vocab.target_ids.tolist() == [0, 2, 4]
+    assert vocab.d2t.tolist() == [0, 1, 2]  # target id minus draft id
+    assert vocab.t2d.tolist() == [True, False, True, False, True]
+
+
+def test_ties_go_to_the_lower_id():
+    assert build_draft_vocab(np.array([1, 1, 1, 1]), 2).target_ids.tolist() == [0, 1]
+
+
+def test_forced_tokens_are_in_whatever_their_counts():
+    vocab = build_draft_vocab(np.array([9, 8, 7, 0, 0]), 2, always=[4])
+    assert vocab.target_ids.tolist() == [0, 4]
+
+
+def test_sizes_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="exceeds"):
+        build_draft_vocab(np.ones(3), 4)
+    with pytest.raises(UserError, match="must be in it"):
+        build_draft_vocab(np.ones(9), 1, always=[1, 2])
+
+
+def test_counts_are_of_supervised_tokens_after_the_first():
+    counts = count_tokens([([3, 3, 1, 2], [1, 1, 0, 1]), ([2, 2], [0, 1])], vocab_size=4)
+    assert counts.tolist() == [0, 0, 2, 1]
+
+
+def test_maps_agree_with_each_other():
+    ids = torch.tensor([2, 3, 11, 40])
+    vocab = vocab_map_of(ids, 50)
+    assert torch.equal(vocab.d2t + torch.arange(4), ids)
+    assert torch.equal(vocab.t2d.nonzero().flatten(), ids)
+    assert not vocab.is_full and vocab_map_of(torch.arange(50), 50).is_full

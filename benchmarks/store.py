@@ -28,7 +28,7 @@ def make_samples(hidden: int, total_bytes: int) -> list[Sample]:
     block = torch.randn(4096, NUM_AUX + 1, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
     samples, size = [], 0
     while size < total_bytes:
-        length = int(rng.lognormal(6.6, 0.6).clip(16, 4096))
+        length = int(np.clip(rng.lognormal(6.6, 0.6), 16, 4096))
         ids = rng.integers(0, 49_152, length).astype(np.int32)
         aux, final = block[:length, :NUM_AUX].contiguous(), block[:length, NUM_AUX].contiguous()
         samples.append(Sample(f"s{len(samples):06d}", ids, np.ones(length, np.uint8), aux, final))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -32,6 +33,8 @@ from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_name
 from eagle3_utils.errors import UserError
 from eagle3_utils.lineage import UPSTREAM, stage_inputs
 
+# Progress bars of libraries redraw themselves into thousands of lines of a saved notebook.
+_QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
 _KERNEL_STOP_SECONDS = 180  # a checkpoint and the stop of a large server fit in here
 
 
@@ -123,6 +126,8 @@ def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _
     kernel = KernelManager(kernel_name="python3", transport="ipc", shutdown_wait_time=_KERNEL_STOP_SECONDS)
     kernel.kernel_spec.argv[0] = sys.executable  # this environment, whatever a kernelspec elsewhere says
     interrupts.kernel = kernel
+    os.environ.update(_QUIET)  # kernels inherit it
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns of `str | None`, which it cannot read
     try:
         papermill.execute_notebook(
             str(notebook_path(stage)), str(output), parameters=values, kernel_name="python3", km=kernel,

@@ -12,7 +12,7 @@ from eagle3_utils.draft.unroll import unrolled_hidden
 def test_each_loss_has_the_gradient_autograd_gives(kind):
     model, head = small_model()
     batch = random_batch([12, 20])
-    result, plan = unroll(model, head, batch, steps=2, loss=kind)
+    result, plan = unroll(model, head, batch, num_steps=2, loss=kind)
     result.loss.backward()
     ours = model.lm_head.weight.grad.clone()
     model.zero_grad()

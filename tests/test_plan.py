@@ -10,7 +10,7 @@ from eagle3_utils.draft.plan import plan_unroll
 def test_mask_is_that_of_the_predicted_token():
     # One document of 6 tokens, only token 3 supervised: slot 1 predicts it at step 0, slot 0 at step 1, none at 2.
     model, head = small_model()
-    result, plan = unroll(model, head, random_batch([6], ["000100"]), steps=3)
+    result, plan = unroll(model, head, random_batch([6], ["000100"]), num_steps=3)
     assert result.counts.supervised.tolist() == [1, 1, 0]
     assert result.slots.tolist() == [0, 1]  # slot 0 last counts at step 1, so it comes first
     assert result.supervised.tolist() == [[False, True, False], [True, False, False]]
@@ -19,7 +19,7 @@ def test_mask_is_that_of_the_predicted_token():
 
 def test_predictions_never_cross_documents():
     model, head = small_model()
-    result, _ = unroll(model, head, random_batch([2, 2, 3], ["11", "11", "111"]), steps=3)
+    result, _ = unroll(model, head, random_batch([2, 2, 3], ["11", "11", "111"]), num_steps=3)
     assert result.counts.supervised.tolist() == [1, 0, 0]  # only the third document has a token t + 2
 
 

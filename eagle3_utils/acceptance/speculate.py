@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from eagle3_utils.acceptance.tree import Tree, TreeShape, draw_chain, grow_tree
 from eagle3_utils.draft.network import DraftCache, DraftModel
@@ -52,6 +53,7 @@ def load_reference_model(
     target: Target, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
     """The target as a transformers model; in float32 one token at a time and several at once agree to the last bits."""
+    disable_progress_bar()  # a bar per tensor does not belong into a notebook
     model = AutoModelForCausalLM.from_pretrained(
         target.path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=target.trust_remote_code
     )

@@ -152,7 +152,7 @@ class TrainConfig(StageConfig):
     norm_output: bool = False
     init_from: str | None = None
     freeze_lm_head: bool = False
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(3.0, gt=0)
     max_tokens_per_step: int = Field(1024, ge=16)
     batches_per_step: int = Field(1, ge=1)
     learning_rate: float = Field(1.0e-3, gt=0)

@@ -69,7 +69,7 @@ def config(tiny_llama, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def work(config):
-    return evaluate.load(config, runs.open_stage(config, "05_evaluate_acceptance"))
+    return evaluate.load(config, runs.open_stage(config, {}))
 
 
 @pytest.fixture(scope="module")

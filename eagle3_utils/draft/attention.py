@@ -10,6 +10,7 @@ T slots · n query rows · A query heads · K key-value heads · G = A / K · E 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -22,7 +23,10 @@ PrefixAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _QUERY_BLOCK = 512  # eager: scores of at most this many queries at a time
 _FLEX_BLOCK = 128
 
-_compiled_flex = torch.compile(flex_attention, dynamic=True)
+
+@cache
+def _compiled_flex():
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def eager_prefix_attention(plan: UnrollPlan) -> PrefixAttention:
@@ -75,7 +79,7 @@ def _attend_block(query, keys, values, hidden):
 
 def flex_prefix_attention(plan: UnrollPlan, compiled: bool = True) -> PrefixAttention:
     """flex_attention over blocks of 128 × 128; compiled on CUDA, and the same code uncompiled for tests on a CPU."""
-    attention = _compiled_flex if compiled else flex_attention
+    attention = _compiled_flex() if compiled else flex_attention
     masks: dict[int, BlockMask] = {}
 
     def attend(query, keys, values, scale):
@@ -129,8 +133,8 @@ def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     attended [n, A, F], lse [n, A], query [n, A, E], own_keys [n, i, K, E], own_values [n, i, K, F] -> [n, A, F].
     """
     num_kv = own_keys.shape[2]
-    grouped = query.unflatten(1, (num_kv, -1))  # [n, K, G, E]
-    scores = (grouped[:, None] * own_keys[:, :, :, None]).sum(-1).flatten(2) * scale  # [n, i, A]
+    grouped = query.unflatten(1, (num_kv, -1)).float()  # [n, K, G, E]
+    scores = (grouped[:, None] * own_keys[:, :, :, None]).sum(-1).flatten(2) * scale  # [n, i, A], float32
     total = torch.logaddexp(lse, scores.logsumexp(1))
     weights = (scores - total[:, None]).exp().unflatten(2, (num_kv, -1))[..., None]  # [n, i, K, G, 1]
     own = (weights * own_values[:, :, :, None]).sum(1).flatten(1, 2)  # [n, A, F]

@@ -63,5 +63,7 @@ def acceptance_by_step(validation: dict[str, Any]) -> Figure:
     title = f"Best draft on validation: accept length {validation['accept_length']:.2f}"
     fig, ax = figure(title, y="share of supervised positions", width=max(6.4, 1.5 * len(steps)))
     grouped_bars(ax, steps, {label: validation[name] for name, label in names.items()})
-    legend(ax, ncols=2)
+    ax.set_xlabel("step of the unroll", fontsize=9)
+    ax.set_ylim(0, 1.25 * max(0.1, *(value for name in names for value in validation[name])))
+    legend(ax, ncols=2, loc="upper right")
     return fig

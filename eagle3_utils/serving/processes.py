@@ -21,7 +21,7 @@ from eagle3_utils.serving import guard
 from eagle3_utils.serving.checks import port_holder
 
 NONCE_VARIABLE = "EAGLE3_SERVER_NONCE"
-_TERM_SECONDS, _KILL_SECONDS = 5.0, 30.0
+_TERM_SECONDS, _KILL_SECONDS = 1.0, 30.0  # SGLang drains in steps of 5 s; there is nothing to drain
 _DUMP_PATTERNS = ("hs-*.safetensors", "hs-*.tmp", "hs-*.error", "handshake*.json", "handshake*.tmp")
 
 

@@ -162,6 +162,8 @@ class Trials:
             self.add(Gate("layers found by value", "a request failed", "-", False, str(error)))
 
     def _anchored(self, ids: list[int], is_the_gate: bool) -> None:
+        per_token = (self.target.num_layers + 1 + len(self.boundaries) + 1) * self.target.hidden_size * 2 + 8
+        ids = ids[: max(2, self.server.handshake["max_bytes"] // 2 // per_token)]  # it holds every boundary
         dump, _ = self.client.capture(ids, f"hs-all-{self.rid('anchored')}")
         rows = load_embed_tokens(self.target)[torch.tensor(ids)]
         self.add(gates.anchor_gate(dump.hidden, dump.final, rows, load_final_norm(self.target), self.target))

@@ -12,9 +12,9 @@ import json
 import random
 from time import perf_counter
 
-from eagle3_utils.corpus.chat import ChatRenderer
-from eagle3_utils.corpus.responses import read_prompts
-from eagle3_utils.corpus.tokens import SpanTokenizer
+from eagle3_utils.corpus.generation.responses import read_prompts
+from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.tokens import SpanTokenizer
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.target import load_target, load_tokenizer
 

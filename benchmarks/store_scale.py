@@ -17,8 +17,8 @@ import torch
 
 from eagle3_utils.states.dataset import PackedDataset
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
-from eagle3_utils.states.verify import verify_store
 
 HIDDEN, NUM_AUX, LONGEST = 2, 3, 8192
 META = StoreMeta(HIDDEN, list(range(NUM_AUX)), fingerprint="scale")

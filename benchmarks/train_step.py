@@ -25,10 +25,10 @@ import time
 import torch
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.batch_runner import BatchRunner
 from eagle3_utils.draft.network import DraftConfig, DraftModel
-from eagle3_utils.draft.optimizer import MasterAdamW
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.training.batch_runner import BatchRunner
+from eagle3_utils.draft.training.optimizer import MasterAdamW
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.states.dataset import PackedBatch
 

@@ -110,7 +110,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a store of hidden states; exit 1 and the names of the bad samples when anything is wrong."""
-    from eagle3_utils.states.verify import verify_store
+    from eagle3_utils.states.shards.verify import verify_store
 
     if not store.is_dir():
         raise UserError("no such store", str(store), exit_code=2)

@@ -191,7 +191,7 @@ class InspectConfig(StageConfig):
     stage: ClassVar[str] = "06_inspect_hidden_states"
 
     num_samples: int = Field(200, ge=1)
-    massive_ratio: float = Field(100.0, gt=1)
+    massive_ratio: float = Field(1000.0, gt=1)
     spectrum_rows: int = Field(4096, ge=2)
     max_nonfinite_values: int = Field(0, ge=0)
 

@@ -27,7 +27,7 @@ NORM_QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 @dataclass
 class MassiveToken:
-    """A token with an entry far above the rest of its own row (Sun et al. 2024, "Massive Activations")."""
+    """A token with an entry far above the state's usual ones (Sun et al. 2024, "Massive Activations")."""
 
     state: str  # which captured state: "layer 14" or "final"
     sample_id: str
@@ -35,7 +35,7 @@ class MassiveToken:
     token_id: int
     dimension: int
     value: float
-    ratio: float  # |value| / median |entry| of the same row
+    ratio: float  # |value| / median |entry| of the whole state
 
 
 @dataclass
@@ -47,15 +47,18 @@ class LayerStatistics:
     num_nonfinite_rows: int
     num_nonfinite_values: int
     num_massive_rows: int
+    median_entry: float  # median over rows of the row's median |entry|
     norm_mean: float
     norm_quantiles: list[float]  # at NORM_QUANTILES
     norm_by_position: list[float]  # mean L2 norm per bucket; NaN where a bucket is empty
+    peak_by_position: list[float]  # largest |entry| / median_entry per bucket; NaN where a bucket is empty
     mean_H: np.ndarray
     variance_H: np.ndarray
-    eigenvalues: np.ndarray  # of the covariance, falling; as shares of their sum
-    effective_rank: float  # exp of the entropy of `eigenvalues` (Roy & Vetterli 2007)
-    effective_rank_without_massive: float  # the same with rows that hold a massive activation left out
+    eigenvalues: np.ndarray  # of the covariance without massive rows, falling; as shares of their sum
+    effective_rank: float  # of `eigenvalues`
+    effective_rank_with_massive: float  # massive rows counted: near 1 when one direction holds all variance
     dimensions_for_90_percent: int  # leading eigenvalues that hold 90 % of the variance
+    massive: list[MassiveToken]  # the largest
 
 
 @dataclass
@@ -64,11 +67,15 @@ class StateStatistics:
 
     layers: list[LayerStatistics]
     cosine_KK: np.ndarray  # mean cosine of the same token in two states
-    massive: list[MassiveToken]  # the largest ratios, largest first
     position_edges: list[int]  # bucket p holds positions edges[p] … edges[p + 1] - 1
     num_samples: int
     num_tokens: int
     massive_ratio: float
+
+    @property
+    def massive(self) -> list[MassiveToken]:
+        """Of all states, the largest ratio first."""
+        return sorted((token for layer in self.layers for token in layer.massive), key=lambda token: -token.ratio)
 
     @property
     def num_nonfinite_values(self) -> int:
@@ -84,7 +91,7 @@ class StateStatistics:
                 "norm (99 %)": layer.norm_quantiles[4],
                 "massive rows": layer.num_massive_rows,
                 "effective rank": layer.effective_rank,
-                "… without massive": layer.effective_rank_without_massive,
+                "… with massive rows": layer.effective_rank_with_massive,
                 "dimensions for 90 %": layer.dimensions_for_90_percent,
                 "non-finite values": layer.num_nonfinite_values,
             }
@@ -100,65 +107,98 @@ class StateStatistics:
         for layer in values["layers"]:
             for name in ("mean_H", "variance_H", "eigenvalues"):
                 del layer[name]
-            layer["norm_by_position"] = [None if np.isnan(v) else v for v in layer["norm_by_position"]]
+            for name in ("norm_by_position", "peak_by_position"):
+                layer[name] = [None if np.isnan(value) else value for value in layer[name]]
         return values
 
 
 class _Layer:
-    """Running sums of one captured state."""
+    """What is kept of one captured state while samples are read: sums, a few numbers per row, some whole rows."""
 
-    def __init__(self, name: str, hidden_size: int, num_buckets: int):
-        self.name, self.num_buckets = name, num_buckets
-        self.num_rows = self.num_nonfinite_rows = self.num_nonfinite_values = self.num_massive_rows = 0
-        self.norms = [np.zeros(0, np.float32)]
-        self.kept_rows = [np.zeros((0, hidden_size), np.float32)]
-        self.kept_massive = [np.zeros(0, bool)]
+    def __init__(self, name: str, hidden_size: int):
+        self.name = name
+        self.num_nonfinite_rows = self.num_nonfinite_values = 0
         self.sum_H, self.square_sum_H = np.zeros(hidden_size), np.zeros(hidden_size)
-        self.bucket_norms, self.bucket_counts = np.zeros(num_buckets), np.zeros(num_buckets)
+        self.rows: list[np.ndarray] = []  # [N, 6]: norm, median |entry|, peak entry, its dimension, position, token
+        self.sample_ids: list[str] = []  # per row
+        self.kept_rows: list[np.ndarray] = []
+        self.is_kept: list[np.ndarray] = []
 
-    def add(self, rows_NH: np.ndarray, buckets_N: np.ndarray, keep_N: np.ndarray, massive_N: np.ndarray) -> None:
-        norms_N = np.linalg.norm(rows_NH, axis=1)
-        self.norms.append(norms_N)
-        self.num_rows += len(rows_NH)
-        self.num_massive_rows += int(massive_N.sum())
+    def add(self, sample: Any, rows_NH: np.ndarray, positions_N: np.ndarray, keep_T: np.ndarray) -> None:
+        """One sample's rows and their positions; rows with a non-finite entry are only counted."""
+        finite_N = np.isfinite(rows_NH).all(axis=1)
+        self.num_nonfinite_rows += int((~finite_N).sum())
+        self.num_nonfinite_values += int((~np.isfinite(rows_NH)).sum())
+        rows_NH, positions_N = rows_NH[finite_N], positions_N[finite_N]
+        size_NH = np.abs(rows_NH)
+        peaks_N = size_NH.argmax(axis=1)
+        values_N = rows_NH[np.arange(len(peaks_N)), peaks_N]
+        tokens_N = np.asarray(sample.input_ids)[positions_N]
+        figures = (
+            np.linalg.norm(rows_NH, axis=1),
+            np.median(size_NH, axis=1),
+            values_N,
+            peaks_N,
+            positions_N,
+            tokens_N,
+        )
+        self.rows.append(np.stack(figures, axis=1).astype(np.float64))
+        self.sample_ids += [sample.id] * len(peaks_N)
         self.sum_H += rows_NH.sum(0, dtype=np.float64)
         self.square_sum_H += np.square(rows_NH, dtype=np.float64).sum(0)
-        self.bucket_norms += np.bincount(buckets_N, norms_N, self.num_buckets)
-        self.bucket_counts += np.bincount(buckets_N, minlength=self.num_buckets)
-        self.kept_rows.append(rows_NH[keep_N])
-        self.kept_massive.append(massive_N[keep_N])
+        self.kept_rows.append(rows_NH[keep_T[positions_N]])
+        self.is_kept.append(keep_T[positions_N])
 
-    def result(self) -> LayerStatistics:
-        norms_N, rows_NH = np.concatenate(self.norms), np.concatenate(self.kept_rows)
-        massive_N = np.concatenate(self.kept_massive)
-        eigenvalues = spectrum(rows_NH)
-        count = max(1, self.num_rows)
+    def result(self, edges: list[int], massive_ratio: float, num_massive: int) -> LayerStatistics:
+        """Everything that can be said once all rows were seen."""
+        norms_N, medians_N, values_N, _, positions_N, _ = np.concatenate(self.rows).T
+        kept_NH, is_kept_N = np.concatenate(self.kept_rows), np.concatenate(self.is_kept)
+        median = float(np.median(medians_N)) if len(medians_N) else 0.0
+        ratios_N = np.abs(values_N) / max(median, 1e-30)
+        massive_N = ratios_N >= massive_ratio
+        buckets_N = np.searchsorted(edges, positions_N, side="right") - 1
+        buckets = [buckets_N == bucket for bucket in range(len(edges) - 1)]
+        eigenvalues = spectrum(kept_NH[~massive_N[is_kept_N]])
+        count = max(1, len(norms_N))
         mean_H = self.sum_H / count
-        by_position = self.bucket_norms / np.where(self.bucket_counts > 0, self.bucket_counts, np.nan)
         return LayerStatistics(
             name=self.name,
-            num_rows=self.num_rows,
+            num_rows=len(norms_N),
             num_nonfinite_rows=self.num_nonfinite_rows,
             num_nonfinite_values=self.num_nonfinite_values,
-            num_massive_rows=self.num_massive_rows,
+            num_massive_rows=int(massive_N.sum()),
+            median_entry=median,
             norm_mean=float(norms_N.mean()) if len(norms_N) else 0.0,
             norm_quantiles=np.quantile(norms_N, NORM_QUANTILES).tolist() if len(norms_N) else [0.0] * 5,
-            norm_by_position=by_position.tolist(),
+            norm_by_position=[float(norms_N[inside].mean()) if inside.any() else np.nan for inside in buckets],
+            peak_by_position=[float(ratios_N[inside].max()) if inside.any() else np.nan for inside in buckets],
             mean_H=mean_H,
             variance_H=np.maximum(self.square_sum_H / count - mean_H**2, 0.0),
             eigenvalues=eigenvalues,
             effective_rank=effective_rank(eigenvalues),
-            effective_rank_without_massive=effective_rank(spectrum(rows_NH[~massive_N])),
+            effective_rank_with_massive=effective_rank(spectrum(kept_NH)),
             dimensions_for_90_percent=int(np.searchsorted(np.cumsum(eigenvalues), 0.9) + 1) if len(eigenvalues) else 0,
+            massive=self._massive(ratios_N, massive_N, num_massive),
         )
+
+    def _massive(self, ratios_N: np.ndarray, massive_N: np.ndarray, num_massive: int) -> list[MassiveToken]:
+        rows = np.concatenate(self.rows)
+        largest = np.argsort(-ratios_N, kind="stable")[: min(num_massive, int(massive_N.sum()))]
+        return [
+            MassiveToken(
+                self.name, self.sample_ids[row], int(rows[row, 4]), int(rows[row, 5]), int(rows[row, 3]),
+                float(rows[row, 2]), float(ratios_N[row]),
+            )
+            for row in largest
+        ]  # fmt: skip
 
 
 def state_statistics(
     reader: Any,
     num_samples: int = 200,
-    massive_ratio: float = 100.0,
+    massive_ratio: float = 1000.0,
     spectrum_rows: int = 4096,
-    num_massive: int = 20,
+    num_massive: int = 10,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> StateStatistics:
@@ -167,9 +207,9 @@ def state_statistics(
     Parameters
     ----------
     reader : a ``states.store.StoreReader`` (anything with ``len``, ``lengths``, ``meta.aux_layers`` and ``read(i)``).
-    massive_ratio : a row is massive when its largest |entry| is this many times the row's median |entry|.
+    massive_ratio : a row is massive when its largest |entry| is this many times the state's median |entry|.
     spectrum_rows : rows kept per state for the covariance spectrum; memory is spectrum_rows · H · 4 bytes per state.
-    num_massive : how many massive tokens are listed.
+    num_massive : how many massive tokens are listed, of each state.
     progress : called with (done, total) after each sample.
 
     Only the final states that the store holds (supervised rows, unless it keeps all) enter the figures of "final".
@@ -179,24 +219,21 @@ def state_statistics(
     lengths = np.asarray(reader.lengths)[chosen]
     edges = position_edges(int(lengths.max(initial=1)))
     names = [f"layer {layer}" for layer in reader.meta.aux_layers] + [FINAL]
-    layers = [_Layer(name, reader.meta.hidden_size, len(edges) - 1) for name in names]
+    layers = [_Layer(name, reader.meta.hidden_size) for name in names]
     keep_share = min(1.0, spectrum_rows / max(1, int(lengths.sum())))
     cosine_sums, cosine_counts = np.zeros((len(names),) * 2), np.zeros((len(names),) * 2)
-    massive: list[MassiveToken] = []
     for done, index in enumerate(chosen, start=1):
         sample = reader.read(int(index))
         keep_T = generator.random(len(sample.input_ids)) < keep_share
         states = sample_states(sample)
-        for layer, state in zip(layers, states, strict=True):
-            massive += _add_rows(layer, sample, state, keep_T, edges, massive_ratio)
-        massive = sorted(massive, key=lambda token: -token.ratio)[:num_massive]
+        for layer, (rows_NH, positions_N) in zip(layers, states, strict=True):
+            layer.add(sample, rows_NH, positions_N, keep_T)
         _add_cosines(cosine_sums, cosine_counts, states)
         if progress:
             progress(done, len(chosen))
     return StateStatistics(
-        layers=[layer.result() for layer in layers],
+        layers=[layer.result(edges, massive_ratio, num_massive) for layer in layers],
         cosine_KK=cosine_sums / np.maximum(cosine_counts, 1),
-        massive=massive,
         position_edges=edges,
         num_samples=len(chosen),
         num_tokens=int(lengths.sum()),
@@ -250,38 +287,6 @@ def effective_rank(shares: Sequence[float] | np.ndarray) -> float:
     """exp(−Σ s log s) of the eigenvalue shares: n for n equal ones, 1 when one holds everything."""
     shares = np.asarray(shares)[np.asarray(shares) > 0]
     return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
-
-
-def _add_rows(
-    layer: _Layer, sample: Any, state: tuple, keep_T: np.ndarray, edges: list[int], massive_ratio: float
-) -> list[MassiveToken]:
-    """Add one sample's (rows, positions) of one state to its sums; returns the massive tokens among them."""
-    rows_NH, positions_N = state
-    finite_N = np.isfinite(rows_NH).all(axis=1)
-    layer.num_nonfinite_rows += int((~finite_N).sum())
-    layer.num_nonfinite_values += int((~np.isfinite(rows_NH)).sum())
-    rows_NH, positions_N = rows_NH[finite_N], positions_N[finite_N]
-    if not len(rows_NH):
-        return []
-    size_NH = np.abs(rows_NH)
-    peak_N = size_NH.argmax(axis=1)
-    largest_N = size_NH[np.arange(len(peak_N)), peak_N]
-    ratio_N = largest_N / np.maximum(np.median(size_NH, axis=1), 1e-30).astype(np.float64)
-    massive_N = ratio_N >= massive_ratio
-    buckets_N = np.searchsorted(edges, positions_N, side="right") - 1
-    layer.add(rows_NH, buckets_N, keep_T[positions_N], massive_N)
-    return [
-        MassiveToken(
-            state=layer.name,
-            sample_id=sample.id,
-            position=int(positions_N[row]),
-            token_id=int(sample.input_ids[positions_N[row]]),
-            dimension=int(peak_N[row]),
-            value=float(rows_NH[row, peak_N[row]]),
-            ratio=float(ratio_N[row]),
-        )
-        for row in np.flatnonzero(massive_N)
-    ]
 
 
 def _add_cosines(sums_KK: np.ndarray, counts_KK: np.ndarray, states: list[tuple[np.ndarray, np.ndarray]]) -> None:

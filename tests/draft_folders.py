@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.build import new_draft
 from eagle3_utils.draft.export import export_draft
+from eagle3_utils.draft.training.build import new_draft
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.target import load_target
 

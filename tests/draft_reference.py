@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import torch
 
 from eagle3_utils.draft.network import DraftConfig, DraftModel
-from eagle3_utils.draft.plan import plan_unroll
-from eagle3_utils.draft.teacher import Teacher
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.unrolling.plan import plan_unroll
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 31, 12, 32

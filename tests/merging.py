@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 
-from eagle3_utils.corpus.intake import MergeSettings
 from eagle3_utils.corpus.merge import merge
-from eagle3_utils.corpus.sources import parse_sources
+from eagle3_utils.corpus.reading.intake import MergeSettings
+from eagle3_utils.corpus.reading.sources import parse_sources
 
 NOUNS = ("apple", "river", "engine", "garden", "violin", "planet", "market", "winter", "coffee", "bridge", "letter")
 

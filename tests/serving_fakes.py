@@ -46,7 +46,8 @@ class FakeSGLang:
             "pid": os.getpid(), "nonce": "n", "sglang_version": "0.5.14", "capture_hash": "c",
             "model_path": self.model_path, "model_class": "LlamaForCausalLM", "num_layers": self.target.num_layers,
             "hidden_size": self.target.hidden_size, "boundaries": self.boundaries, "method": "model",
-            "dtype": "float32", "model_dtype": "float32", "device": "cpu", "quantization": None, "kv_cache_dtype": "auto",
+            "dtype": "float32", "model_dtype": "float32", "device": "cpu", "quantization": None,
+            "kv_cache_dtype": "auto",
             "attention_backend": "torch_native", "chunked_prefill_size": 2048,
             "ranks": {"tp": 1, "attn_tp": 1, "writers": 1}, "max_bytes": self.max_bytes,
         }  # fmt: skip

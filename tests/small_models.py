@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_utils.draft.network import DraftConfig, DraftModel
-from eagle3_utils.draft.plan import plan_unroll
-from eagle3_utils.draft.teacher import Teacher
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.unrolling.plan import plan_unroll
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 
 VOCAB, HIDDEN, AUX_LAYERS = 12, 32, (0, 1, 2)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from draft_reference import random_batch, small_model, unroll
 
-from eagle3_utils.draft.attention import (
+from eagle3_utils.draft.unrolling.attention import (
     eager_prefix_attention,
     flex_prefix_attention,
     interval_block_mask,
     merge_own_keys,
 )
-from eagle3_utils.draft.plan import plan_unroll
+from eagle3_utils.draft.unrolling.plan import plan_unroll
 
 STEPS = 4
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from eagle3_utils.draft.batch_runner import BatchRunner
-from eagle3_utils.draft.build import corpus_vocab, new_draft, supervised_counts
-from eagle3_utils.draft.distributed import Ranks
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.training.batch_runner import BatchRunner
+from eagle3_utils.draft.training.build import corpus_vocab, new_draft, supervised_counts
+from eagle3_utils.draft.training.distributed import Ranks
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedDataset
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import load_target

@@ -7,7 +7,7 @@ import torch
 from draft_folders import LAYERS
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.build import corpus_vocab, draft_config_for, new_draft
+from eagle3_utils.draft.training.build import corpus_vocab, draft_config_for, new_draft
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
 from eagle3_utils.target import load_final_norm, load_lm_head

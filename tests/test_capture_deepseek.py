@@ -14,8 +14,8 @@ import pytest
 
 from eagle3_utils.config import ProbeConfig
 from eagle3_utils.serving.probe import run_probe
+from eagle3_utils.serving.probing.trials import Trials
 from eagle3_utils.serving.server import Server, capture_spec
-from eagle3_utils.serving.trials import Trials
 from eagle3_utils.target import load_target
 
 pytestmark = pytest.mark.server

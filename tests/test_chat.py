@@ -6,9 +6,9 @@ import pytest
 from chat_templates import TALK, speaking
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus.chat import ChatRenderer, split_reasoning
-from eagle3_utils.corpus.formats import Unusable
-from eagle3_utils.corpus.tokens import SpanTokenizer
+from eagle3_utils.corpus.reading.chat import ChatRenderer, split_reasoning
+from eagle3_utils.corpus.reading.formats import Unusable
+from eagle3_utils.corpus.reading.tokens import SpanTokenizer
 
 STOPS = {
     "CHATML": ["<|im_end|>"] * 2,

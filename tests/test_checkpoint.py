@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3_utils.draft.checkpoint import (
+from eagle3_utils.draft.training.checkpoint import (
     Position,
     checkpoint_folders,
     load_checkpoint,
     newest_whole_checkpoint,
     save_checkpoint,
 )
-from eagle3_utils.draft.optimizer import MasterAdamW
+from eagle3_utils.draft.training.optimizer import MasterAdamW
 from eagle3_utils.errors import UserError
 
 LOG = logging.getLogger("test_checkpoint")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving import checks
+from eagle3_utils.serving.launch import checks
 
 
 @pytest.fixture

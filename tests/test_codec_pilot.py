@@ -2,7 +2,7 @@ import torch
 from fake_capture import HIDDEN, FakeServer, make_records, store_meta
 
 from eagle3_utils.config import ExtractConfig
-from eagle3_utils.states.codec_pilot import choose_pilot, run_pilot
+from eagle3_utils.states.extraction.codec_pilot import choose_pilot, run_pilot
 
 CONFIG = ExtractConfig(max_tokens_in_flight=300, min_free_bytes=0, num_pilot_samples=8)
 

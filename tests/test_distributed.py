@@ -9,9 +9,9 @@ import torch
 import yaml
 from draft_runs import folder_of
 
-from eagle3_utils.draft.distributed import Ranks, open_ranks
-from eagle3_utils.draft.journal import read_journal
 from eagle3_utils.draft.train import train
+from eagle3_utils.draft.training.distributed import Ranks, open_ranks
+from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
 
 pytest_plugins = ["draft_runs"]  # fixtures

@@ -5,7 +5,7 @@ from fake_capture import FakeServer, make_records, states_of, store_meta
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.dump import BadDump, file_name_of, read_dump, share_staging, sweep, take_sample
+from eagle3_utils.states.extraction.dump import BadDump, file_name_of, read_dump, share_staging, sweep, take_sample
 
 META = store_meta()
 CONFIG = ExtractConfig(max_tokens_in_flight=300)

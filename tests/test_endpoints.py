@@ -10,7 +10,7 @@ import pytest
 from fake_endpoint import Endpoint
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus.endpoints import EndpointPool, Request, RequestFailed, Sampling, retry_after_seconds
+from eagle3_utils.corpus.generation.endpoints import EndpointPool, Request, RequestFailed, Sampling, retry_after_seconds
 from eagle3_utils.errors import UserError
 
 KEY = "sk-secret-1234"

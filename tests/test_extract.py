@@ -12,14 +12,14 @@ from fake_capture import HIDDEN, FakeServer, make_records, states_of
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
-from eagle3_utils.states import dump as dump_module
 from eagle3_utils.states import extract as extract_module
-from eagle3_utils.states import pool as pool_module
 from eagle3_utils.states.extract import extract
-from eagle3_utils.states.ledger import Ledger
+from eagle3_utils.states.extraction import dump as dump_module
+from eagle3_utils.states.extraction import pool as pool_module
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreMeta
-from eagle3_utils.states.verify import verify_store
 
 META = StoreMeta(hidden_size=HIDDEN, aux_layers=[1, 2, 3], fingerprint="f", final="supervised")
 CONFIG = ExtractConfig(shard_bytes=1 << 20, max_tokens_in_flight=300, min_free_bytes=0, max_retries=2)

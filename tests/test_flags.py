@@ -6,7 +6,7 @@ import pytest
 
 from eagle3_utils.config import ExtractConfig, ServingOptions
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving.flags import longer_context, refuse_unsafe, server_command
+from eagle3_utils.serving.launch.flags import longer_context, refuse_unsafe, server_command
 from eagle3_utils.target import load_target
 
 

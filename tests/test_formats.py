@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_utils.corpus.formats import Unusable, detect_format, text_of, to_item
+from eagle3_utils.corpus.reading.formats import Unusable, detect_format, text_of, to_item
 
 ASKED = {"role": "user", "content": "2+2?"}
 ANSWERED = {"role": "assistant", "content": "Four."}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3_utils.serving import gates
+from eagle3_utils.serving.probing import gates
 
 TARGET = SimpleNamespace(hidden_size=4, num_layers=3, logit_scale=1.0, logit_softcap=None, rms_norm_eps=1e-6)
 

@@ -8,9 +8,9 @@ import pytest
 from fake_endpoint import Endpoint
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus import generate, responses
-from eagle3_utils.corpus.endpoints import EndpointPool, Sampling
-from eagle3_utils.corpus.responses import GenerateSettings
+from eagle3_utils.corpus.generation import generate, responses
+from eagle3_utils.corpus.generation.endpoints import EndpointPool, Sampling
+from eagle3_utils.corpus.generation.responses import GenerateSettings
 from eagle3_utils.errors import UserError
 
 SETTINGS = GenerateSettings("model-1", Sampling(0.7, 1.0, 16))

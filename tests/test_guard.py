@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from eagle3_utils.serving import processes
+from eagle3_utils.serving.launch import processes
 
 
 def test_a_stopped_server_is_left_alone():

@@ -8,7 +8,7 @@ import pytest
 from serving_fakes import FakeSGLang
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving.identity import check_handshake, last_error, read_handshake
+from eagle3_utils.serving.launch.identity import check_handshake, last_error, read_handshake
 from eagle3_utils.serving.server import AttachedServer, CaptureSpec
 from eagle3_utils.target import load_target
 

@@ -9,7 +9,7 @@ import pytest
 from merging import build, pair, question, write
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus.intake import last_turn_end
+from eagle3_utils.corpus.reading.intake import last_turn_end
 from eagle3_utils.corpus.records import read_parquet
 
 

@@ -1,6 +1,6 @@
 """The journal: append only, the last entry of a step counts, a torn line is passed over."""
 
-from eagle3_utils.draft.journal import Journal, read_journal
+from eagle3_utils.draft.training.journal import Journal, read_journal
 
 
 def test_entries_come_back_by_kind_and_step_and_the_last_counts(tmp_path):

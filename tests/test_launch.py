@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle3_utils.draft import launch
-from eagle3_utils.draft.build import draft_of_training
+from eagle3_utils.draft.training import launch
+from eagle3_utils.draft.training.build import draft_of_training
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import data_folder, open_stage
 

@@ -3,7 +3,7 @@
 import torch
 from draft_reference import small_config, small_model
 
-from eagle3_utils.draft.layers import MLP, LlamaAttention, MLAttention, RMSNorm
+from eagle3_utils.draft.modules.layers import MLP, LlamaAttention, MLAttention, RMSNorm
 
 
 def test_norm_divides_by_the_root_mean_square():

@@ -2,7 +2,7 @@ import sqlite3
 
 import pytest
 
-from eagle3_utils.states.ledger import Ledger
+from eagle3_utils.states.shards.ledger import Ledger
 
 
 def row(sample_id, number):

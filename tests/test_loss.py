@@ -4,8 +4,8 @@ import pytest
 import torch
 from draft_reference import random_batch, small_model, unroll
 
-from eagle3_utils.draft.attention import eager_prefix_attention
 from eagle3_utils.draft.unroll import unrolled_hidden
+from eagle3_utils.draft.unrolling.attention import eager_prefix_attention
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard", "lk_alpha", "lk_lambda"])

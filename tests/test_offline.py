@@ -12,7 +12,7 @@ from eagle3_utils.acceptance.heldout import Prompt, packed_sample
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.draft.metrics import StepCounts, accept_length
 from eagle3_utils.draft.network import DraftCache
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.unrolling.teacher import Teacher
 
 NUM_STEPS = 3
 

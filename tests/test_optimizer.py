@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle3_utils.draft.optimizer import MasterAdamW, cosine_with_warmup
+from eagle3_utils.draft.training.optimizer import MasterAdamW, cosine_with_warmup
 
 
 def test_schedule_warms_up_and_ends_at_a_tenth():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_utils.serving.pilot import _window_rates, run_pilot
+from eagle3_utils.serving.probing.pilot import _window_rates, run_pilot
 
 
 def test_windows_are_consecutive_quarters():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draft_reference import random_batch, small_model, unroll
 
-from eagle3_utils.draft.plan import plan_unroll
+from eagle3_utils.draft.unrolling.plan import plan_unroll
 
 
 def test_mask_is_that_of_the_predicted_token():

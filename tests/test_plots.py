@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from eagle3_utils.acceptance.offline import Interval
 from eagle3_utils.plots import acceptance, stats, style
-from eagle3_utils.stats import LayerStatistics, MassiveToken, StateStatistics
+from eagle3_utils.stats import LayerStatistics, StateStatistics
 
 
 def rising(*values):
@@ -76,15 +76,15 @@ def test_nothing_decoded_still_gives_figures():
 def statistics():
     layers = [
         LayerStatistics(
-            name=name, num_rows=8, num_nonfinite_rows=0, num_nonfinite_values=0, num_massive_rows=1, norm_mean=2.0,
+            name=name, num_rows=8, num_nonfinite_rows=0, num_nonfinite_values=0, num_massive_rows=1, norm_mean=2.0, median_entry=1.0,
             norm_quantiles=[1.0, 1.5, 2.0, 2.5, 9.0], norm_by_position=[9.0, 2.0, float("nan")],
+            peak_by_position=[450.0, 3.0, float("nan")], massive=[],
             mean_H=np.zeros(4), variance_H=np.array([1.0, 4.0, 2.0, 0.5]), eigenvalues=np.array([0.5, 0.3, 0.2]),
-            effective_rank=2.8, effective_rank_without_massive=2.9, dimensions_for_90_percent=3,
+            effective_rank=2.8, effective_rank_with_massive=2.9, dimensions_for_90_percent=3,
         )
         for name in ("layer 1", "final")
     ]  # fmt: skip
-    massive = [MassiveToken("layer 1", "a", 0, 5, 2, 900.0, 450.0)]
-    return StateStatistics(layers, np.array([[1.0, 0.3], [0.3, 1.0]]), massive, [0, 1, 2, 4], 2, 8, 100.0)
+    return StateStatistics(layers, np.array([[1.0, 0.3], [0.3, 1.0]]), [0, 1, 2, 4], 2, 8, 100.0)
 
 
 def test_every_figure_of_notebook_06_draws_each_state(statistics):
@@ -93,7 +93,8 @@ def test_every_figure_of_notebook_06_draws_each_state(statistics):
     assert [text.get_text() for text in norms.get_xticklabels()] == ["0", "1", "2–3"]
     assert list(stats.variance_by_dimension(statistics).axes[0].lines[0].get_ydata()) == [4.0, 2.0, 1.0, 0.5]
     assert list(stats.spectrum(statistics).axes[0].lines[0].get_ydata()) == pytest.approx([0.5, 0.8, 1.0])
-    assert list(stats.massive_tokens(statistics).axes[0].lines[0].get_ydata()) == [450.0]
+    peaks = stats.peaks_by_position(statistics).axes[0].lines
+    assert list(peaks[0].get_ydata())[:2] == [450.0, 3.0] and peaks[2].get_ydata()[0] == 100.0
     assert "0.30" in [text.get_text() for text in stats.cosine_between_states(statistics).axes[0].texts]
     assert stats.norm_distribution(statistics)._repr_png_().startswith(b"\x89PNG")
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from eagle3_utils.serving.plugin_folder import make_plugin_folder
+from eagle3_utils.serving.launch.plugin_folder import make_plugin_folder
 
 ASK = """
 import importlib.metadata, sys

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from fake_capture import make_records
 
-from eagle3_utils.states.pool import Pool, Worker, backoff_seconds, in_buckets
+from eagle3_utils.states.extraction.pool import Pool, Worker, backoff_seconds, in_buckets
 
 
 def test_order_is_deterministic_long_first_within_buckets():

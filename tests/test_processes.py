@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving import processes
+from eagle3_utils.serving.launch import processes
 
 # A leader with a child that ignores SIGTERM, as a server with a busy scheduler does.
 STUBBORN = """
@@ -71,7 +71,7 @@ def test_a_stranger_with_the_pid_and_a_server_in_use_are_left_alone(tmp_path, la
 def test_the_guard_kills_the_group_when_its_launcher_dies(tmp_path):
     launcher = start(
         "import subprocess, sys, time\n"
-        "from eagle3_utils.serving.processes import start_guard\n"
+        "from eagle3_utils.serving.launch.processes import start_guard\n"
         "server = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
         "start_guard(server.pid); print(server.pid, flush=True); time.sleep(600)"
     )

@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from eagle3_utils.states.progress import MAX_POINTS, ExtractionProgress, progress_line
+from eagle3_utils.states.extraction.progress import MAX_POINTS, ExtractionProgress, progress_line
 
 FIGURES = {
     "seconds": 3.0,

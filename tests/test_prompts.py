@@ -8,8 +8,8 @@ import pytest
 
 from eagle3_utils.config import GenerateConfig
 from eagle3_utils.corpus.dedupe import ngram_hashes, words_of
-from eagle3_utils.corpus.responses import answers, read_prompts, read_responses
-from eagle3_utils.corpus.synthesise import PromptFilter
+from eagle3_utils.corpus.generation.responses import answers, read_prompts, read_responses
+from eagle3_utils.corpus.generation.synthesise import PromptFilter
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.target import load_target, load_tokenizer
 

@@ -5,8 +5,8 @@ from fake_capture import fill, make_records, store_meta
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreWriter
-from eagle3_utils.states.verify import verify_store
 
 
 @pytest.fixture

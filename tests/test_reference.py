@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from eagle3_utils.serving import reference
+from eagle3_utils.serving.probing import reference
 from eagle3_utils.target import load_embed_tokens, load_target
 
 

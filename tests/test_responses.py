@@ -7,9 +7,9 @@ import json
 import pytest
 import zstandard
 
-from eagle3_utils.corpus import responses
-from eagle3_utils.corpus.endpoints import Sampling
-from eagle3_utils.corpus.responses import GenerateSettings
+from eagle3_utils.corpus.generation import responses
+from eagle3_utils.corpus.generation.endpoints import Sampling
+from eagle3_utils.corpus.generation.responses import GenerateSettings
 from eagle3_utils.errors import UserError
 
 SETTINGS = GenerateSettings("model-1", Sampling(0.7, 1.0, 16))

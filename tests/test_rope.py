@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3_utils.draft.rope import RotaryEmbedding, rotate
+from eagle3_utils.draft.modules.rope import RotaryEmbedding, rotate
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import torch
 from fake_capture import HIDDEN, make_records, states_of, store_meta
 
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import Sample, StoreWriter
-from eagle3_utils.states.verify import verify_store
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Steps over a dataset: counts, short last steps, fractions of an epoch, and going on from any position."""
 
-from eagle3_utils.draft.checkpoint import Position
-from eagle3_utils.draft.schedule import StepSchedule
+from eagle3_utils.draft.training.checkpoint import Position
+from eagle3_utils.draft.training.schedule import StepSchedule
 
 
 class Dataset:

@@ -16,11 +16,12 @@ import torch
 
 from eagle3_utils.config import ProbeConfig
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving import checks, gates
 from eagle3_utils.serving.client import DumpError
+from eagle3_utils.serving.launch import checks
 from eagle3_utils.serving.probe import run_probe
+from eagle3_utils.serving.probing import gates
+from eagle3_utils.serving.probing.trials import Trials
 from eagle3_utils.serving.server import AttachedServer, CaptureSpec, Server, capture_spec
-from eagle3_utils.serving.trials import Trials
 from eagle3_utils.target import load_target
 
 pytestmark = pytest.mark.server

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from eagle3_utils.draft.signals import StopRequest
+from eagle3_utils.draft.training.signals import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from eagle3_utils.corpus import sources
-from eagle3_utils.corpus.sources import parse_sources, read_file, read_source, source_files
+from eagle3_utils.corpus.reading import sources
+from eagle3_utils.corpus.reading.sources import parse_sources, read_file, read_source, source_files
 from eagle3_utils.errors import UserError
 
 ROWS = [{"id": "a", "text": "Grüße"}, {"id": "b", "text": "世界"}]

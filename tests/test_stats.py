@@ -75,7 +75,7 @@ def test_norms_by_position_fall_into_buckets_of_powers_of_two():
     assert result.layers[0].norm_by_position[:4] == [10, 1, 3, 3]
 
 
-def test_a_massive_token_is_found_with_its_place_and_left_out_of_the_second_effective_rank():
+def test_a_massive_token_is_found_with_its_place_and_left_out_of_the_spectrum():
     aux = np.random.default_rng(0).normal(size=(64, 1, 16))
     aux[3, 0, 5] = -4096.0
     result = stats.state_statistics(FakeReader([make_sample("a", aux)], layers=[7]), massive_ratio=1000)
@@ -83,9 +83,15 @@ def test_a_massive_token_is_found_with_its_place_and_left_out_of_the_second_effe
     assert (worst.state, worst.sample_id, worst.position, worst.token_id, worst.dimension, worst.value) == (
         "layer 7", "a", 3, 103, 5, -4096.0,
     )  # fmt: skip
-    assert [layer.num_massive_rows for layer in result.layers] == [1, 1]
-    assert result.layers[0].effective_rank == pytest.approx(1, abs=0.05)
-    assert result.layers[0].effective_rank_without_massive > 10
+    rows = torch.as_tensor(aux[:, 0], dtype=torch.bfloat16).float().numpy()
+    median = np.median(np.median(np.abs(rows), axis=1))
+    assert worst.ratio == pytest.approx(4096 / median, rel=1e-6)
+    layer = result.layers[0]
+    assert layer.peak_by_position[2] == worst.ratio  # positions 2 and 3 share a bucket
+    assert layer.peak_by_position[0] == pytest.approx(np.abs(rows[0]).max() / median, rel=1e-6)
+    assert [layer.num_massive_rows for layer in result.layers] == [1, 1] and len(result.massive) == 2
+    assert layer.effective_rank_with_massive == pytest.approx(1, abs=0.05)
+    assert layer.effective_rank > 10
 
 
 def test_cosine_between_states_is_taken_on_the_same_token():

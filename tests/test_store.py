@@ -6,11 +6,11 @@ import torch
 from fake_capture import SMALL_SHARD, fill, make_records, sample_of, store_meta
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states import shard as shard_module
-from eagle3_utils.states.ledger import Ledger
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards import shard as shard_module
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreWriter
-from eagle3_utils.states.verify import verify_store
 
 
 @pytest.fixture

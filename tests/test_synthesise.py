@@ -8,8 +8,8 @@ import itertools
 import pytest
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus.endpoints import Reply, RequestFailed
-from eagle3_utils.corpus.synthesise import PromptFilter, opening_of_user_turn, synthesise_prompts
+from eagle3_utils.corpus.generation.endpoints import Reply, RequestFailed
+from eagle3_utils.corpus.generation.synthesise import PromptFilter, opening_of_user_turn, synthesise_prompts
 from eagle3_utils.errors import UserError
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.unrolling.teacher import Teacher
 
 IDS = torch.tensor([1, 3, 4])
 

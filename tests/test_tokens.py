@@ -6,9 +6,9 @@ import chat_templates
 from chat_templates import TALK, speaking
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus.chat import ChatRenderer
-from eagle3_utils.corpus.formats import Unusable
-from eagle3_utils.corpus.tokens import RoundTrip, SpanTokenizer, marker_disagreement
+from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.formats import Unusable
+from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer, marker_disagreement
 
 
 class WithoutOffsets:

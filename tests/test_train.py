@@ -9,9 +9,9 @@ import torch
 from draft_runs import folder_of
 from safetensors.torch import load_file
 
-from eagle3_utils.draft.checkpoint import checkpoint_folders, newest_whole_checkpoint
-from eagle3_utils.draft.journal import read_journal
 from eagle3_utils.draft.train import train
+from eagle3_utils.draft.training.checkpoint import checkpoint_folders, newest_whole_checkpoint
+from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
 
 pytest_plugins = ["draft_runs"]  # fixtures

@@ -9,7 +9,7 @@ import torch
 from serving_fakes import FakeSGLang
 
 from eagle3_utils.config import ProbeConfig
-from eagle3_utils.serving import trials
+from eagle3_utils.serving.probing import trials
 from eagle3_utils.serving.server import AttachedServer, CaptureSpec
 from eagle3_utils.target import load_target
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from draft_reference import PLAIN_LOGITS, VOCAB, naive_training_time_test, random_batch, small_model, unroll
 
-from eagle3_utils.draft.plan import plan_unroll
-from eagle3_utils.draft.teacher import Teacher
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.unrolling.plan import plan_unroll
+from eagle3_utils.draft.unrolling.teacher import Teacher
 
 STEPS = 4
 LENGTHS = [17, 3, 60, 1, 29]

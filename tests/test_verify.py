@@ -5,8 +5,8 @@ import pytest
 from fake_capture import SMALL_SHARD, fill, make_records, sample_of, store_meta
 
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreWriter
-from eagle3_utils.states.verify import verify_store
 
 
 @pytest.fixture

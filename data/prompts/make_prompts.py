@@ -19,8 +19,8 @@ from code_tasks import code_prompts
 from maths_tasks import maths_prompts
 
 from eagle3_utils.corpus.dedupe import ngram_hashes, words_of
-from eagle3_utils.corpus.endpoints import EndpointPool
-from eagle3_utils.corpus.synthesise import PromptFilter, synthesise_prompts
+from eagle3_utils.corpus.generation.endpoints import EndpointPool
+from eagle3_utils.corpus.generation.synthesise import PromptFilter, synthesise_prompts
 from eagle3_utils.runs import write_json
 from eagle3_utils.target import load_target, load_tokenizer
 

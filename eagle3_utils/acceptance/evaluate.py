@@ -25,13 +25,13 @@ from eagle3_utils.acceptance.speculate import load_reference_model
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.config import EvaluateConfig
 from eagle3_utils.corpus.records import read_parquet
-from eagle3_utils.draft.checkpoint import BEST_WEIGHTS
 from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving.flags import resolve_device
+from eagle3_utils.serving.launch.flags import resolve_device
 from eagle3_utils.states.dataset import PackedBatch
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import Target, load_lm_head, load_target, load_tokenizer

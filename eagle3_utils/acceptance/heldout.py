@@ -31,7 +31,7 @@ from eagle3_utils.acceptance.offline import (
 )
 from eagle3_utils.acceptance.speculate import Decoded, DraftState, plain_decode, speculative_decode
 from eagle3_utils.acceptance.tree import TreeShape, grow_tree
-from eagle3_utils.corpus.chat import ChatRenderer
+from eagle3_utils.corpus.reading.chat import ChatRenderer
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.dataset import PackedBatch

@@ -21,11 +21,11 @@ import torch
 
 from eagle3_utils.corpus.records import Record
 from eagle3_utils.draft import metrics
-from eagle3_utils.draft.attention import eager_prefix_attention, flex_prefix_attention
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.plan import plan_unroll
-from eagle3_utils.draft.teacher import Teacher
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.unrolling.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.unrolling.plan import plan_unroll
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import count_tokens
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 from eagle3_utils.states.reader import StoreReader

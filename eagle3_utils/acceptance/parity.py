@@ -20,8 +20,8 @@ import torch
 
 from eagle3_utils.acceptance.heldout import replay
 from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.draft.modules.rope import RotaryEmbedding
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.rope import RotaryEmbedding
 from eagle3_utils.states.dataset import PackedBatch
 from eagle3_utils.target import Target
 

@@ -29,7 +29,7 @@ from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.config import EvaluateConfig
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.client import Client
-from eagle3_utils.serving.flags import resolve_device
+from eagle3_utils.serving.launch.flags import resolve_device
 from eagle3_utils.serving.server import Server
 from eagle3_utils.target import Target
 

@@ -19,9 +19,9 @@ import xxhash
 
 from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.dedupe import Decontaminator
-from eagle3_utils.corpus.intake import Intake, MergeSettings, SourceCount
+from eagle3_utils.corpus.reading.intake import Intake, MergeSettings, SourceCount
+from eagle3_utils.corpus.reading.sources import SourceSpec, read_file
 from eagle3_utils.corpus.records import CorpusDigest, ParquetRecords
-from eagle3_utils.corpus.sources import SourceSpec, read_file
 from eagle3_utils.corpus.spool import RecordSpool
 from eagle3_utils.corpus.statistics import SPLITS, CorpusStatistics
 from eagle3_utils.errors import UserError

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle3_utils.draft.layers import DraftLayer, RMSNorm
-from eagle3_utils.draft.rope import RotaryEmbedding
+from eagle3_utils.draft.modules.layers import DraftLayer, RMSNorm
+from eagle3_utils.draft.modules.rope import RotaryEmbedding
 from eagle3_utils.draft.vocab import VocabMap
 
 

@@ -23,9 +23,11 @@ import yaml
 from safetensors.torch import load_file
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.batch_runner import BatchRunner
-from eagle3_utils.draft.build import corpus_vocab, new_draft, supervised_counts
-from eagle3_utils.draft.checkpoint import (
+from eagle3_utils.draft.metrics import StepCounts
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.training.batch_runner import BatchRunner
+from eagle3_utils.draft.training.build import corpus_vocab, new_draft, supervised_counts
+from eagle3_utils.draft.training.checkpoint import (
     BEST_WEIGHTS,
     Position,
     load_checkpoint,
@@ -33,14 +35,12 @@ from eagle3_utils.draft.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from eagle3_utils.draft.distributed import Ranks, open_ranks
-from eagle3_utils.draft.journal import Journal
-from eagle3_utils.draft.metrics import StepCounts
-from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.optimizer import MasterAdamW, cosine_with_warmup
-from eagle3_utils.draft.schedule import StepSchedule
-from eagle3_utils.draft.signals import StopRequest
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.training.distributed import Ranks, open_ranks
+from eagle3_utils.draft.training.journal import Journal
+from eagle3_utils.draft.training.optimizer import MasterAdamW, cosine_with_warmup
+from eagle3_utils.draft.training.schedule import StepSchedule
+from eagle3_utils.draft.training.signals import StopRequest
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import config_values, data_folder, write_json
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from eagle3_utils.draft.attention import PrefixAttention, eager_prefix_attention, merge_own_keys
-from eagle3_utils.draft.loss import LossJob, chunked_loss
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.plan import UnrollPlan
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.unrolling.attention import PrefixAttention, eager_prefix_attention, merge_own_keys
+from eagle3_utils.draft.unrolling.loss import LossJob, chunked_loss
+from eagle3_utils.draft.unrolling.plan import UnrollPlan
+from eagle3_utils.draft.unrolling.teacher import Teacher
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from eagle3_utils.stats import StateStatistics
 
 def norms_by_position(statistics: StateStatistics) -> Figure:
     """Mean norm per bucket of positions, one line per captured state."""
-    edges = np.asarray(statistics.position_edges)
-    labels = [str(low) if high - low == 1 else f"{low}–{high - 1}" for low, high in itertools.pairwise(edges)]
-    fig, ax = style.figure("Norm of the hidden state by position", "position in the sequence (tokens)", "mean L2 norm")
-    for index, layer in enumerate(statistics.layers):
-        ax.plot(range(len(labels)), layer.norm_by_position, label=layer.name, **style.series(index))
-    ax.set_xticks(range(len(labels)), labels, rotation=30)
-    ax.set_yscale("log")
-    style.legend(ax)
+    values = [layer.norm_by_position for layer in statistics.layers]
+    return _by_position(statistics, values, "Norm of the hidden state by position", "mean L2 norm")
+
+
+def peaks_by_position(statistics: StateStatistics) -> Figure:
+    """Largest entry per bucket of positions over the state's median entry; the dotted line is where "massive" begins."""
+    values = [layer.peak_by_position for layer in statistics.layers]
+    fig = _by_position(statistics, values, "Largest activation by position", "largest |entry| / median |entry|")
+    fig.axes[0].axhline(statistics.massive_ratio, color=style.GREY, linewidth=0.9, linestyle=":")
     return fig
 
 
@@ -35,24 +36,6 @@ def norm_distribution(statistics: StateStatistics) -> Figure:
     return fig
 
 
-def massive_tokens(statistics: StateStatistics) -> Figure:
-    """Where the largest activations sit: position across, size over the row's median upwards."""
-    fig, ax = style.figure(
-        f"Massive activations (the {len(statistics.massive)} largest)",
-        "position in the sequence (tokens)",
-        "|entry| / median |entry| of its row",
-    )
-    for index, layer in enumerate(statistics.layers):
-        tokens = [token for token in statistics.massive if token.state == layer.name]
-        look = style.series(index) | {"linestyle": "none"}
-        if tokens:
-            ax.plot([t.position for t in tokens], [t.ratio for t in tokens], label=layer.name, **look)
-    ax.set_xscale("symlog")
-    ax.set_yscale("log")
-    style.legend(ax)
-    return fig
-
-
 def variance_by_dimension(statistics: StateStatistics) -> Figure:
     """Variance of every dimension, largest first: a steep start means that few dimensions carry the scale."""
     fig, ax = style.figure("Variance by dimension", "dimension, largest first", "variance")
@@ -66,8 +49,9 @@ def variance_by_dimension(statistics: StateStatistics) -> Figure:
 
 
 def spectrum(statistics: StateStatistics) -> Figure:
-    """Share of the variance held by the leading directions, with the effective rank in the legend."""
-    fig, ax = style.figure("Spectrum of the covariance", "leading directions", "share of the variance (cumulative)")
+    """Share of the variance held by the leading directions, massive rows left out; effective rank in the legend."""
+    title = "Spectrum of the covariance (massive rows left out)"
+    fig, ax = style.figure(title, "leading directions", "share of the variance (cumulative)")
     for index, layer in enumerate(statistics.layers):
         shares = np.cumsum(layer.eigenvalues)
         look = style.series(index) | {"marker": None}
@@ -90,4 +74,16 @@ def cosine_between_states(statistics: StateStatistics) -> Figure:
     ax.grid(False)
     style.annotate_heatmap(ax, statistics.cosine_KK, middle=0.5)
     fig.colorbar(image, label="mean cosine", shrink=0.8)
+    return fig
+
+
+def _by_position(statistics: StateStatistics, values: list[list[float]], title: str, label: str) -> Figure:
+    pairs = itertools.pairwise(statistics.position_edges)
+    labels = [str(low) if high - low == 1 else f"{low}–{high - 1}" for low, high in pairs]
+    fig, ax = style.figure(title, "position in the sequence (tokens)", label)
+    for index, (layer, line) in enumerate(zip(statistics.layers, values, strict=True)):
+        ax.plot(range(len(labels)), line, label=layer.name, **style.series(index))
+    ax.set_xticks(range(len(labels)), labels, rotation=30)
+    ax.set_yscale("log")
+    style.legend(ax)
     return fig

@@ -18,9 +18,9 @@ from typing import Any
 from eagle3_utils.config import ProbeConfig, StageConfig
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import hash_json, resolve_path, write_json
-from eagle3_utils.serving.gates import Gate
+from eagle3_utils.serving.probing.gates import Gate
+from eagle3_utils.serving.probing.trials import HasTokens, Trials
 from eagle3_utils.serving.server import RunningServer
-from eagle3_utils.serving.trials import HasTokens, Trials
 from eagle3_utils.target import Target
 
 PROBE_STAGE = ProbeConfig.stage

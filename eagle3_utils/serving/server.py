@@ -31,11 +31,11 @@ import psutil
 from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
-from eagle3_utils.serving import checks, processes
 from eagle3_utils.serving.client import Client
-from eagle3_utils.serving.flags import LONGER_CONTEXT_VARIABLE, longer_context, resolve_device, server_command
-from eagle3_utils.serving.identity import check_handshake, check_model_name, last_error
-from eagle3_utils.serving.plugin_folder import make_plugin_folder
+from eagle3_utils.serving.launch import checks, processes
+from eagle3_utils.serving.launch.flags import LONGER_CONTEXT_VARIABLE, longer_context, resolve_device, server_command
+from eagle3_utils.serving.launch.identity import check_handshake, check_model_name, last_error
+from eagle3_utils.serving.launch.plugin_folder import make_plugin_folder
 from eagle3_utils.serving.spec import CaptureSpec, capture_spec
 from eagle3_utils.target import Target
 

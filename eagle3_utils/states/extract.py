@@ -23,8 +23,16 @@ import httpx
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.dump import BadDump, file_name_of, read_dump, share_staging, sweep, take_sample, wait_for
-from eagle3_utils.states.pool import Pool, Task, Worker, in_buckets
+from eagle3_utils.states.extraction.dump import (
+    BadDump,
+    file_name_of,
+    read_dump,
+    share_staging,
+    sweep,
+    take_sample,
+    wait_for,
+)
+from eagle3_utils.states.extraction.pool import Pool, Task, Worker, in_buckets
 from eagle3_utils.states.store import StoreMeta, StoreWriter
 
 SERVER_PATIENCE_SECONDS = 60.0  # of failing before a server counts as dead

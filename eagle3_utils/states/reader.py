@@ -11,8 +11,8 @@ import xxhash
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.codec import decode
-from eagle3_utils.states.ledger import Ledger
-from eagle3_utils.states.shard import DamagedShard, Shard, shard_name
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import Sample, read_meta
 
 MAX_OPEN_SHARDS = 256  # each open shard holds a file descriptor

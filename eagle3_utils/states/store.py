@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.ledger import Ledger
-from eagle3_utils.states.recover import recover, shards_on_disk
-from eagle3_utils.states.sample import Sample, StoreMeta, encode_sample
-from eagle3_utils.states.shard import FORMAT, VERSION, EncodedSample, shard_name, sync_folder, write_shard
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.recover import recover, shards_on_disk
+from eagle3_utils.states.shards.sample import Sample, StoreMeta, encode_sample
+from eagle3_utils.states.shards.shard import FORMAT, VERSION, EncodedSample, shard_name, sync_folder, write_shard
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from eagle3_utils.draft.checkpoint import Position
+from eagle3_utils.draft.training.checkpoint import Position
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
 

@@ -12,10 +12,10 @@ import torch
 import yaml
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.build import draft_of_training
-from eagle3_utils.draft.journal import read_journal
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.train import REPORT, TrainReport, train
+from eagle3_utils.draft.training.build import draft_of_training
+from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import Stage
 

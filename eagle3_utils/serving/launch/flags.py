@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving.checks import gpu_free_bytes
+from eagle3_utils.serving.launch.checks import gpu_free_bytes
 from eagle3_utils.target import Target
 
 _CPU_MAX_TOTAL_TOKENS = 32_768  # KV cache slots; SGLang's own default takes most of a laptop's memory

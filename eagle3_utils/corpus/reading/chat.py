@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from eagle3_utils.corpus.formats import Unusable
+from eagle3_utils.corpus.reading.formats import Unusable
 from eagle3_utils.errors import UserError
 
 Span = tuple[int, int]  # characters [start, end) of the rendered text

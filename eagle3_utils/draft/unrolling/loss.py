@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle3_utils.draft.metrics import draft_overlap
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.unrolling.teacher import Teacher
 
 LOSSES = ("soft", "hard", "lk_alpha", "lk_lambda")
 _LAMBDA_DECAY = 3.0  # lk_lambda: weight of the KL part is exp(-3 · acceptance), as published

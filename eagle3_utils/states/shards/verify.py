@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.ledger import Ledger
-from eagle3_utils.states.recover import row_problem, shards_on_disk
-from eagle3_utils.states.shard import DamagedShard, Shard, shard_name
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.recover import row_problem, shards_on_disk
+from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import StoreMeta, StoreWriter, read_meta
 
 

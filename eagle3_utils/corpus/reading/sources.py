@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eagle3_utils.corpus.formats import Format
+from eagle3_utils.corpus.reading.formats import Format
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from eagle3_utils.serving.checks import check_model
+from eagle3_utils.serving.launch.checks import check_model
 from eagle3_utils.target import Target
 
 _FLOAT32_LIMIT_BYTES = 4 << 30  # smaller checkpoints are run in float32, a truer reference than bf16

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eagle3_utils.corpus.dedupe import NearDuplicates
-from eagle3_utils.corpus.endpoints import EndpointPool, Request, RequestFailed, Sampling
+from eagle3_utils.corpus.generation.endpoints import EndpointPool, Request, RequestFailed, Sampling
 from eagle3_utils.errors import UserError
 
 _MARK = "\ue000user-text\ue001"  # private-use characters: no template rewrites them

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from eagle3_utils.states.codec import CODECS, FINALS, count_not_finite, encode, supervised_rows
-from eagle3_utils.states.shard import EncodedSample
+from eagle3_utils.states.shards.shard import EncodedSample
 
 
 @dataclass(frozen=True)

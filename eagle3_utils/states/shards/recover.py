@@ -7,8 +7,8 @@ from pathlib import Path
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.codec import count_not_finite, decode
-from eagle3_utils.states.ledger import Ledger
-from eagle3_utils.states.shard import DamagedShard, Shard, shard_number
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_number
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any
 import xxhash
 
 from eagle3_utils.config import GenerateConfig
-from eagle3_utils.corpus.chat import ChatRenderer
-from eagle3_utils.corpus.endpoints import EndpointPool, Reply, Request, RequestFailed, Sampling
-from eagle3_utils.corpus.formats import Unusable
-from eagle3_utils.corpus.responses import GenerateSettings, Prompt, Response
+from eagle3_utils.corpus.generation.endpoints import EndpointPool, Reply, Request, RequestFailed, Sampling
+from eagle3_utils.corpus.generation.responses import GenerateSettings, Prompt, Response
+from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.formats import Unusable
 from eagle3_utils.errors import UserError
 
 _CARRIED = ("id", "source", "split", "messages", "tools")

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from eagle3_utils.config import ProbeConfig
-from eagle3_utils.serving import gates, reference
 from eagle3_utils.serving.client import Dump, DumpError
-from eagle3_utils.serving.gates import Gate
-from eagle3_utils.serving.pilot import run_pilot
+from eagle3_utils.serving.probing import gates, reference
+from eagle3_utils.serving.probing.gates import Gate
+from eagle3_utils.serving.probing.pilot import run_pilot
 from eagle3_utils.serving.server import RunningServer
 from eagle3_utils.target import Target, load_embed_tokens, load_final_norm, load_lm_head
 

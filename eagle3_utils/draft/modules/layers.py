@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle3_utils.draft.rope import rotate
+from eagle3_utils.draft.modules.rope import rotate
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from eagle3_utils.draft.plan import UnrollPlan
+from eagle3_utils.draft.unrolling.plan import UnrollPlan
 
 # (query [n, A, E], keys [T, K, E], values [T, K, F], scale) -> attended [n, A, F], log-sum-exp [n, A] (natural)
 PrefixAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]

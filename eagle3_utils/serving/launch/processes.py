@@ -17,8 +17,8 @@ import psutil
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import write_json
-from eagle3_utils.serving import guard
-from eagle3_utils.serving.checks import port_holder
+from eagle3_utils.serving.launch import guard
+from eagle3_utils.serving.launch.checks import port_holder
 
 NONCE_VARIABLE = "EAGLE3_SERVER_NONCE"
 _TERM_SECONDS, _KILL_SECONDS = 1.0, 30.0  # SGLang drains in steps of 5 s; there is nothing to drain

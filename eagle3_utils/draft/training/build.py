@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.checkpoint import BEST_WEIGHTS
 from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.network import DraftConfig, DraftModel
+from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS
 from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path

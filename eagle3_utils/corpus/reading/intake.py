@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
-from eagle3_utils.corpus.chat import ChatRenderer
 from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key
-from eagle3_utils.corpus.formats import Format, Item, Unusable, detect_format, text_of, to_item
+from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.formats import Format, Item, Unusable, detect_format, text_of, to_item
+from eagle3_utils.corpus.reading.sources import RawRecord, SourceSpec, read_source
+from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer, marker_disagreement
 from eagle3_utils.corpus.records import Record, problem_with
-from eagle3_utils.corpus.sources import RawRecord, SourceSpec, read_source
-from eagle3_utils.corpus.tokens import RoundTrip, SpanTokenizer, marker_disagreement
 from eagle3_utils.errors import UserError
 
 _CHUNK = 512  # records tokenised together

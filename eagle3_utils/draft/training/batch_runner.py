@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.attention import eager_prefix_attention, flex_prefix_attention
-from eagle3_utils.draft.distributed import Ranks
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.plan import UnrollPlan, plan_unroll
-from eagle3_utils.draft.teacher import Teacher
+from eagle3_utils.draft.training.distributed import Ranks
 from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult, training_time_test
+from eagle3_utils.draft.unrolling.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
+from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
 _CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}

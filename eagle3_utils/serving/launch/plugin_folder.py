@@ -6,7 +6,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
-from eagle3_utils.serving.checks import PLUGIN_GROUP, PLUGIN_NAME
+from eagle3_utils.serving.launch.checks import PLUGIN_GROUP, PLUGIN_NAME
 
 _PACKAGE = "eagle3_capture"
 
@@ -16,7 +16,7 @@ def make_plugin_folder(folder: Path) -> Path:
 
     SGLang finds entry points through distribution metadata on `sys.path`, so nothing needs to be installed.
     """
-    source = Path(__file__).parent / "capture"
+    source = Path(__file__).parents[1] / "capture"
     shutil.copytree(source, folder / _PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     version = metadata.version("eagle3-utils")
     info = folder / f"{_PACKAGE}-{version}.dist-info"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from eagle3_utils.corpus.chat import Span
-from eagle3_utils.corpus.formats import Unusable
+from eagle3_utils.corpus.reading.chat import Span
+from eagle3_utils.corpus.reading.formats import Unusable
 
 
 class SpanTokenizer:

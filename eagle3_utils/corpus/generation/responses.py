@@ -14,8 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from eagle3_utils.corpus.endpoints import Sampling
-from eagle3_utils.corpus.sources import read_file
+from eagle3_utils.corpus.generation.endpoints import Sampling
+from eagle3_utils.corpus.reading.sources import read_file
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import write_json
 

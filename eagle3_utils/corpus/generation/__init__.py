@@ -1,0 +1,1 @@
+"""Prompts to responses, through any endpoint; and prompts that the target makes up itself."""

@@ -1,0 +1,1 @@
+"""The machinery of a training run: optimiser, schedule, ranks, checkpoints, journal."""

@@ -1,0 +1,1 @@
+"""What the probe asks, what it measures and by which threshold it judges."""

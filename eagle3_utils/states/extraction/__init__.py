@@ -1,0 +1,1 @@
+"""The machinery of an extraction: the pool of work, dumps, progress and the pilot."""

@@ -1,0 +1,1 @@
+"""The store's files: samples to shards, the ledger, recovery and fsck."""

@@ -173,12 +173,13 @@ class EvaluateConfig(ServingOptions, StageConfig):
     num_offline_steps: int = Field(7, ge=1)
     prompts: list[str] = ["data/prompts/chat.jsonl", "data/prompts/maths.jsonl", "data/prompts/code.jsonl"]
     reference_decoding: bool = True
-    prompts_per_source: int = Field(8, ge=1)
-    max_new_tokens: int = Field(64, ge=2)
+    prompts_per_source: int = Field(4, ge=1)
+    plain_prompts_per_source: int = Field(1, ge=0)
+    max_new_tokens: int = Field(40, ge=2)
     num_steps: int = Field(3, ge=1)
     topk: int = Field(1, ge=1)
     num_draft_tokens: int | None = Field(None, ge=2)
-    replay_shapes: list[list[int]] = [[1, 1, 2], [2, 1, 3], [3, 1, 4], [5, 1, 6], [3, 2, 6], [3, 4, 8], [5, 4, 16]]
+    replay_shapes: list[list[int]] = [[1, 1, 2], [5, 1, 6], [3, 4, 8]]
     served: Literal["auto", "on", "off"] = "auto"
     served_shapes: list[list[int]] = [[3, 1, 4]]
     served_concurrency: list[int] = [1, 8, 32]

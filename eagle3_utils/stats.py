@@ -48,11 +48,9 @@ class LayerStatistics:
     num_nonfinite_values: int
     num_massive_rows: int
     median_entry: float  # median over rows of the row's median |entry|
-    norm_mean: float
     norm_quantiles: list[float]  # at NORM_QUANTILES
     norm_by_position: list[float]  # mean L2 norm per bucket; NaN where a bucket is empty
     peak_by_position: list[float]  # largest |entry| / median_entry per bucket; NaN where a bucket is empty
-    mean_H: np.ndarray
     variance_H: np.ndarray
     eigenvalues: np.ndarray  # of the covariance without massive rows, falling; as shares of their sum
     effective_rank: float  # of `eigenvalues`
@@ -72,10 +70,15 @@ class StateStatistics:
     num_tokens: int
     massive_ratio: float
 
-    @property
-    def massive(self) -> list[MassiveToken]:
-        """Of all states, the largest ratio first."""
-        return sorted((token for layer in self.layers for token in layer.massive), key=lambda token: -token.ratio)
+    def massive_table(self) -> list[dict[str, Any]]:
+        """The listed massive tokens by state, position and dimension: how many, and the largest ratio."""
+        groups: dict[tuple, list[float]] = {}
+        for token in (token for layer in self.layers for token in layer.massive):
+            groups.setdefault((token.state, token.position, token.dimension), []).append(token.ratio)
+        return [
+            {"state": state, "position": position, "dimension": dimension, "listed": len(found), "ratio": max(found)}
+            for (state, position, dimension), found in groups.items()
+        ]
 
     @property
     def num_nonfinite_values(self) -> int:
@@ -105,7 +108,7 @@ class StateStatistics:
             "num_nonfinite_values": self.num_nonfinite_values,
         }
         for layer in values["layers"]:
-            for name in ("mean_H", "variance_H", "eigenvalues"):
+            for name in ("variance_H", "eigenvalues"):
                 del layer[name]
             for name in ("norm_by_position", "peak_by_position"):
                 layer[name] = [None if np.isnan(value) else value for value in layer[name]]
@@ -156,11 +159,11 @@ class _Layer:
         median = float(np.median(medians_N)) if len(medians_N) else 0.0
         ratios_N = np.abs(values_N) / max(median, 1e-30)
         massive_N = ratios_N >= massive_ratio
+        largest = np.argsort(-ratios_N, kind="stable")[: min(num_massive, int(massive_N.sum()))].tolist()
         buckets_N = np.searchsorted(edges, positions_N, side="right") - 1
         buckets = [buckets_N == bucket for bucket in range(len(edges) - 1)]
         eigenvalues = spectrum(kept_NH[~massive_N[is_kept_N]])
         count = max(1, len(norms_N))
-        mean_H = self.sum_H / count
         return LayerStatistics(
             name=self.name,
             num_rows=len(norms_N),
@@ -168,29 +171,20 @@ class _Layer:
             num_nonfinite_values=self.num_nonfinite_values,
             num_massive_rows=int(massive_N.sum()),
             median_entry=median,
-            norm_mean=float(norms_N.mean()) if len(norms_N) else 0.0,
             norm_quantiles=np.quantile(norms_N, NORM_QUANTILES).tolist() if len(norms_N) else [0.0] * 5,
             norm_by_position=[float(norms_N[inside].mean()) if inside.any() else np.nan for inside in buckets],
             peak_by_position=[float(ratios_N[inside].max()) if inside.any() else np.nan for inside in buckets],
-            mean_H=mean_H,
-            variance_H=np.maximum(self.square_sum_H / count - mean_H**2, 0.0),
+            variance_H=np.maximum(self.square_sum_H / count - (self.sum_H / count) ** 2, 0.0),
             eigenvalues=eigenvalues,
             effective_rank=effective_rank(eigenvalues),
             effective_rank_with_massive=effective_rank(spectrum(kept_NH)),
             dimensions_for_90_percent=int(np.searchsorted(np.cumsum(eigenvalues), 0.9) + 1) if len(eigenvalues) else 0,
-            massive=self._massive(ratios_N, massive_N, num_massive),
+            massive=[self._token(row, float(ratios_N[row])) for row in largest],
         )
 
-    def _massive(self, ratios_N: np.ndarray, massive_N: np.ndarray, num_massive: int) -> list[MassiveToken]:
-        rows = np.concatenate(self.rows)
-        largest = np.argsort(-ratios_N, kind="stable")[: min(num_massive, int(massive_N.sum()))]
-        return [
-            MassiveToken(
-                self.name, self.sample_ids[row], int(rows[row, 4]), int(rows[row, 5]), int(rows[row, 3]),
-                float(rows[row, 2]), float(ratios_N[row]),
-            )
-            for row in largest
-        ]  # fmt: skip
+    def _token(self, row: int, ratio: float) -> MassiveToken:
+        _, _, value, dimension, position, token_id = np.concatenate(self.rows)[row].tolist()
+        return MassiveToken(self.name, self.sample_ids[row], int(position), int(token_id), int(dimension), value, ratio)
 
 
 def state_statistics(

@@ -6,6 +6,7 @@ registers a handler that always takes the absorbed path.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 
@@ -47,4 +48,8 @@ def make_tiny_deepseek(folder: Path, tokenizer_folder: Path) -> Path:
     model = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # Keys of the published DeepSeek-V3 config that SGLang reads and transformers leaves out.
+    published = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "ep_size": 1}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | published))
     return folder

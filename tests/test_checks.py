@@ -16,7 +16,7 @@ from eagle3_utils.serving.launch import checks
 @pytest.fixture
 def listener():
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.1", checks.check_port(0)))
         server.listen()
         yield server.getsockname()[1]
 
@@ -44,8 +44,14 @@ def test_a_taken_port_is_refused_with_pid_and_command(listener):
         checks.check_port(listener)
 
 
-def test_port_zero_means_a_free_one():
-    assert checks.port_is_free(checks.check_port(0))
+def test_port_zero_means_a_free_one_that_sglang_can_use():
+    ports = [checks.check_port(0) for _ in range(50)]
+    assert checks.port_is_free(ports[-1]) and max(ports) + 10000 <= 65535
+
+
+def test_a_port_too_high_for_sglangs_grpc_port_is_refused():
+    with pytest.raises(UserError, match="port 60000 is above 55535"):
+        checks.check_port(60000)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

@@ -96,7 +96,7 @@ def test_decoding_is_lossless_and_its_figures_become_metrics_the_summary_reads(w
     report = work.parity(left_out)
     metrics = figures.stage_metrics(config, teacher_forced, decoded, differences, lengths, by_shape, left_out, report)
     assert metrics == json.loads(json.dumps(metrics))
-    assert metrics["identical"] is True and metrics["num_prompts"] == 4
+    assert metrics["identical"] is True and metrics["num_prompts"] == 4 and metrics["num_decoded_plainly"] == 2
     assert metrics["accept_length"] == lengths["decoded"]["all"].value >= 1.0
     assert set(metrics["accept_length_by_source"]) == {"chat", "code"}
     assert list(metrics["replayed"]) == ["1 · 1 · 2", "2 · 2 · 4"]
@@ -117,14 +117,17 @@ def test_figures_on_the_decoded_tokens_and_replay_agree_with_decoding(work, deco
     assert replayed["1 · 1 · 2"].value <= 2.0
 
 
-def test_a_difference_where_the_choice_was_clear_is_an_error_and_a_tie_is_a_line(work, decoded, monkeypatch):
+def test_a_token_that_is_clearly_not_the_best_is_an_error_and_a_tie_is_a_line(work, decoded, monkeypatch):
     item = decoded[0]
     wrong = replace(item.fast, output_ids=[*item.fast.output_ids[:3], 7, *item.fast.output_ids[4:]])
-    changed = [replace(item, fast=wrong)]
     with pytest.raises(UserError, match="not plain greedy's"):
-        work.differences(changed)
-    monkeypatch.setattr(heldout, "logit_gap", lambda *arguments: 1e-5)
-    assert work.differences(changed) == ["chat0: token 3 differs, best logit 1e-05 above the second"]
+        work.differences([replace(item, fast=wrong)])
+    with monkeypatch.context() as patched:
+        patched.setattr(heldout, "greedy_violations", lambda *arguments: [(3, 1e-5)])
+        assert work.differences([item]) == [f"{item.prompt.id}: token 3 is 1e-05 below the best logit"]
+        patched.setattr(heldout, "greedy_violations", lambda *arguments: [])
+        with pytest.raises(UserError, match="token 3 is not what plain decoding gives"):
+            work.differences([replace(item, fast=wrong)])
 
 
 def test_without_reference_decoding_the_teacher_forced_length_is_the_headline(work, config):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from eagle3_utils.acceptance import heldout
 from eagle3_utils.acceptance.heldout import DecodedPrompt, Prompt
-from eagle3_utils.acceptance.speculate import Decoded
+from eagle3_utils.acceptance.speculate import Decoded, plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.errors import UserError
 
@@ -72,7 +72,7 @@ def test_stop_ids_come_from_generation_config_config_and_tokenizer(tmp_path):
 
 def decoded(source, num_tokens, num_accepted):
     run = Decoded(list(range(num_tokens)), num_accepted)
-    return DecodedPrompt(Prompt("x", source, [1]), Decoded(list(range(num_tokens)), []), run, 1.0, 0.5)
+    return DecodedPrompt(Prompt("x", source, [1]), run, 0.5)
 
 
 def test_accept_length_is_tokens_of_verifications_over_verifications_by_source():
@@ -103,8 +103,7 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
     prompts = [Prompt(str(n), "chat", [3, n, 5, 1]) for n in range(3)]
     total = 0
     for item in heldout.decode_prompts(model, draft, prompts, shape, 24, stop_ids=()):
-        assert item.first_difference is None
-        batch = heldout.packed_sample(model, item.prompt, item.plain.output_ids, AUX_LAYERS)
+        batch = heldout.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
         found = heldout.replay(draft, batch, shape)
         assert found[:-1] == item.fast.num_accepted[:-1]
         assert len(found) == len(item.fast.num_accepted)
@@ -122,7 +121,21 @@ def test_packed_sample_holds_the_models_states_and_supervises_the_output(model):
     torch.testing.assert_close(model.lm_head(batch.final), states.logits[0, 2:4])
 
 
-@torch.no_grad()
-def test_logit_gap_is_best_minus_second(model):
-    logits = model(torch.tensor([[3, 1, 4, 1]])).logits[0, -1].sort().values
-    assert heldout.logit_gap(model, [3, 1, 4], [1, 9], 1) == pytest.approx(float(logits[-1] - logits[-2]), rel=1e-4)
+def test_the_first_prompts_of_each_source_are_decoded_plainly_too(model, draft):
+    prompts = [Prompt(str(n), source, [3, n]) for n, source in enumerate(["chat", "code", "chat", "chat"])]
+    done = []
+    decoded = heldout.decode_prompts(model, draft, prompts, TreeShape(2), 9, (), 2, done.append)
+    assert [item.plain is not None for item in decoded] == [True, True, True, False]
+    assert all(item.plain.output_ids == item.fast.output_ids for item in decoded[:3])
+    assert done == [1, 2, 3, 4]
+
+
+def test_greedy_violations_are_none_for_greedy_output_and_name_a_changed_token_by_its_distance(model, draft):
+    prompt = [3, 1, 4]
+    output = plain_decode(model, prompt, 12).output_ids
+    assert heldout.greedy_violations(model, prompt, output) == []
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output[:5]])).logits[0, -1]
+    second = int(logits.topk(2).indices[1])
+    found = heldout.greedy_violations(model, prompt, [*output[:5], second, *output[6:]])
+    assert found[0] == (5, pytest.approx(float(logits.max() - logits[second]), rel=1e-3))

@@ -76,10 +76,10 @@ def test_nothing_decoded_still_gives_figures():
 def statistics():
     layers = [
         LayerStatistics(
-            name=name, num_rows=8, num_nonfinite_rows=0, num_nonfinite_values=0, num_massive_rows=1, norm_mean=2.0, median_entry=1.0,
+            name=name, num_rows=8, num_nonfinite_rows=0, num_nonfinite_values=0, num_massive_rows=1, median_entry=1.0,
             norm_quantiles=[1.0, 1.5, 2.0, 2.5, 9.0], norm_by_position=[9.0, 2.0, float("nan")],
             peak_by_position=[450.0, 3.0, float("nan")], massive=[],
-            mean_H=np.zeros(4), variance_H=np.array([1.0, 4.0, 2.0, 0.5]), eigenvalues=np.array([0.5, 0.3, 0.2]),
+            variance_H=np.array([1.0, 4.0, 2.0, 0.5]), eigenvalues=np.array([0.5, 0.3, 0.2]),
             effective_rank=2.8, effective_rank_with_massive=2.9, dimensions_for_90_percent=3,
         )
         for name in ("layer 1", "final")

@@ -1,7 +1,7 @@
 """Held-out prompts through the reference decoder: is the output plain greedy's, and how much is accepted?
 
     prompts = read_prompts(paths, tokenizer, per_source=8)
-    decoded = [decode_prompt(model, draft, prompt, shape, max_new_tokens=64, stop_ids=stops) for prompt in prompts]
+    decoded = decode_prompts(model, draft, prompts, TreeShape(3), max_new_tokens=64, stop_ids=stops)
     accept_lengths(decoded)["all"]       # Σ tokens / Σ verifications, with a 95 % interval over prompts
 
 `replay` gives the accept lengths of any other tree for the same outputs, without running the target again.
@@ -49,18 +49,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DecodedPrompt:
-    """One prompt decoded plainly and with the draft."""
+    """One prompt decoded with the draft, and plainly too when ``plain`` is there."""
 
     prompt: Prompt
-    plain: Decoded
     fast: Decoded
-    plain_seconds: float
     fast_seconds: float
-
-    @property
-    def first_difference(self) -> int | None:
-        """Index of the first output token that differs, None when the outputs are the same."""
-        return first_difference(self.plain.output_ids, self.fast.output_ids)
+    plain: Decoded | None = None
+    plain_seconds: float = 0.0
 
 
 def read_prompts(paths: Iterable[Path], tokenizer: Any, per_source: int, max_tokens: int | None = None) -> list[Prompt]:
@@ -98,22 +93,6 @@ def stop_ids_of(target: Target, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def decode_prompt(
-    model: PreTrainedModel,
-    draft: DraftModel,
-    prompt: Prompt,
-    shape: TreeShape,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-) -> DecodedPrompt:
-    """Decode one prompt greedily, plainly and with the draft (whose ``config.aux_layers`` are used)."""
-    started = time.perf_counter()
-    plain = plain_decode(model, prompt.input_ids, max_new_tokens, stop_ids)
-    between = time.perf_counter()
-    fast = speculative_decode(model, draft, prompt.input_ids, max_new_tokens, shape, draft.config.aux_layers, stop_ids)
-    return DecodedPrompt(prompt, plain, fast, between - started, time.perf_counter() - between)
-
-
 def decode_prompts(
     model: PreTrainedModel,
     draft: DraftModel,
@@ -121,12 +100,25 @@ def decode_prompts(
     shape: TreeShape,
     max_new_tokens: int,
     stop_ids: Sequence[int],
+    plain_per_source: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[DecodedPrompt]:
-    """`decode_prompt` over all prompts; ``progress`` is called with the number done."""
-    decoded = []
+    """Decode prompts greedily with the draft, the first ``plain_per_source`` of each source plainly as well.
+
+    ``progress`` is called with the number of prompts done. `greedy_violations` checks outputs that were not decoded
+    plainly, for a fraction of the time.
+    """
+    decoded, counts = [], {}
     for prompt in prompts:
-        decoded.append(decode_prompt(model, draft, prompt, shape, max_new_tokens, stop_ids))
+        started = time.perf_counter()
+        fast = speculative_decode(
+            model, draft, prompt.input_ids, max_new_tokens, shape, draft.config.aux_layers, stop_ids
+        )
+        between, plain = time.perf_counter(), None
+        counts[prompt.source] = counts.get(prompt.source, 0) + 1
+        if counts[prompt.source] <= plain_per_source:
+            plain = plain_decode(model, prompt.input_ids, max_new_tokens, stop_ids)
+        decoded.append(DecodedPrompt(prompt, fast, between - started, plain, time.perf_counter() - between))
         if progress:
             progress(len(decoded))
     return decoded
@@ -181,14 +173,19 @@ def first_difference(first_ids: Sequence[int], second_ids: Sequence[int]) -> int
 
 
 @torch.inference_mode()
-def logit_gap(model: PreTrainedModel, input_ids: Sequence[int], output_ids: Sequence[int], index: int) -> float:
-    """How far the best logit is above the second best where output token ``index`` is chosen.
+def greedy_violations(
+    model: PreTrainedModel, input_ids: Sequence[int], output_ids: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Output tokens that are not the target's best choice after everything before them: (index, logits below the best).
 
-    Two greedy outputs may differ by numerics where this gap is within the rounding of the logits; else it is a bug.
+    None at all means that the output is plain greedy decoding's, by induction over its tokens. One forward without any
+    cache, so it shares nothing with the decoders it checks. A violation within the rounding of the logits is numerics.
     """
-    known = torch.tensor([[*input_ids, *output_ids[:index]]], device=model.device)
-    best, second = model(known, logits_to_keep=1).logits[0, -1].float().topk(2).values.tolist()
-    return best - second
+    known = torch.tensor([[*input_ids, *output_ids[:-1]]], device=model.device)
+    logits_NV = model(known, logits_to_keep=len(output_ids)).logits[0].float()
+    chosen_N = logits_NV.gather(1, torch.tensor(output_ids, device=model.device)[:, None])[:, 0]
+    below_N = (logits_NV.max(dim=-1).values - chosen_N).tolist()
+    return [(index, below) for index, below in enumerate(below_N) if below > 0]
 
 
 @torch.no_grad()

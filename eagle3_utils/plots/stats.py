@@ -16,7 +16,7 @@ def norms_by_position(statistics: StateStatistics) -> Figure:
 
 
 def peaks_by_position(statistics: StateStatistics) -> Figure:
-    """Largest entry per bucket of positions over the state's median entry; the dotted line is where "massive" begins."""
+    """Largest entry per bucket of positions over the state's median one; "massive" begins at the dotted line."""
     values = [layer.peak_by_position for layer in statistics.layers]
     fig = _by_position(statistics, values, "Largest activation by position", "largest |entry| / median |entry|")
     fig.axes[0].axhline(statistics.massive_ratio, color=style.GREY, linewidth=0.9, linestyle=":")

@@ -25,6 +25,8 @@ print(json.dumps({{"python": sys.version.split()[0], "sglang": version("sglang")
                   "plugin": {PLUGIN_NAME!r} in names, "plugins": sorted(set(names))}}))
 """
 
+HIGHEST_PORT = 65535 - 10000  # SGLang's gRPC port is its port + 10000 (server_args.py)
+
 
 @dataclass(frozen=True)
 class Interpreter:
@@ -87,15 +89,25 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def _free_port() -> int:
+    """A free port that SGLang can use; the system's own choice may lie too high."""
+    for _ in range(1000):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            if probe.getsockname()[1] <= HIGHEST_PORT:
+                return probe.getsockname()[1]
+    raise UserError(f"the system offers no free port up to {HIGHEST_PORT}", "port: 0", "name a free one")
+
+
 def check_port(port: int) -> int:
     """The port to use: the one asked for if it is free, any free one for 0.
 
-    Raises `UserError` naming who holds it.
+    Raises `UserError` when SGLang cannot use it, or naming who holds it.
     """
     if port == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
+        return _free_port()
+    if port > HIGHEST_PORT:
+        raise UserError(f"port {port} is above {HIGHEST_PORT}: SGLang adds 10000 for its gRPC port", "port")
     if not port_is_free(port):
         holder = port_holder(port) or "a process that cannot be seen"
         raise UserError(f"port {port} is taken by {holder}", f"port: {port}", "stop it, or set port: 0 for a free one")

@@ -11,7 +11,8 @@ import torch
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.states.codec import CODECS, CodecReport, measure_codec
-from eagle3_utils.states.extract import ExtractReport, extract
+from eagle3_utils.states.extract import extract
+from eagle3_utils.states.extraction.report import ExtractReport
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.store import StoreMeta
 

@@ -170,7 +170,7 @@ class EvaluateConfig(ServingOptions, StageConfig):
     stage: ClassVar[str] = "05_evaluate_acceptance"
 
     max_val_samples: int = Field(200, ge=2)
-    num_offline_steps: int = Field(7, ge=1)
+    num_offline_steps: int = Field(5, ge=1)
     prompts: list[str] = ["data/prompts/chat.jsonl", "data/prompts/maths.jsonl", "data/prompts/code.jsonl"]
     reference_decoding: bool = True
     prompts_per_source: int = Field(4, ge=1)

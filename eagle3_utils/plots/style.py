@@ -148,7 +148,7 @@ def save(figures: Iterable[tuple[str, Figure]], folder: Path | str) -> list[Path
 def _dress(ax: Axes, x: str, y: str) -> None:
     ax.set_xlabel(x, fontsize=TEXT_SIZE)
     ax.set_ylabel(y, fontsize=TEXT_SIZE)
-    ax.tick_params(labelsize=TEXT_SIZE - 1)
+    ax.tick_params(which="both", labelsize=TEXT_SIZE - 1)
     ax.grid(True, color="#dddddd", linewidth=0.6)
     ax.set_axisbelow(True)
     for side in ("top", "right"):

@@ -25,7 +25,7 @@ def test_a_server_listens_on_this_machine_only(target):
 
 
 def test_extraction_turns_off_what_hides_rows(target):
-    flags = ("--disable-radix-cache", "--disable-cuda-graph")
+    flags = ("--disable-radix-cache", "--cuda-graph-backend-prefill disabled")
     assert all(flag in command(target) for flag in flags)
     assert not any(flag in command(target, extracting=False) for flag in flags)
 

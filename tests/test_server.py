@@ -63,7 +63,7 @@ def server(target, config, fault_file, tmp_path_factory):
     environment = {
         "PYTHONPATH": capture_faults.install(tmp_path_factory.mktemp("plugin")),
         "EAGLE3_TEST_FAULT_FILE": str(fault_file),
-        "SGLANG_HS_WAIT_SECONDS": "3",
+        "SGLANG_HS_WAIT_SECONDS": "15",
     }
     with Server(config, target, run / "server.log", run, spec, environment=environment) as server:
         yield server
@@ -246,7 +246,7 @@ def test_capture_waits_while_nobody_takes_dumps_and_loses_none(server, texts):
 
 def test_dumps_that_nobody_takes_become_an_error_in_time(server, texts):
     taken = [f"hs-full-{i}" for i in range(7)]
-    with pytest.raises(DumpError, match="no dump was taken for 3 s"):
+    with pytest.raises(DumpError, match="no dump was taken for 15 s"):
         for rid in taken:
             server.client.generate(texts[:150], rid=rid)
     for path in server.dump_dir.glob("hs-*"):

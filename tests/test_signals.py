@@ -1,6 +1,5 @@
 """A first signal is a wish, a second one an interrupt; handlers are put back."""
 
-import os
 import signal
 
 import pytest
@@ -13,8 +12,8 @@ def test_first_signal_sets_the_wish_and_second_interrupts(number):
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
     assert signal.getsignal(number) is before

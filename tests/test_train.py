@@ -1,7 +1,6 @@
 """Training end to end on a tiny random target: it learns, and an interrupted run equals an uninterrupted one."""
 
 import logging
-import os
 import signal
 
 import pytest
@@ -38,7 +37,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(make_config):
 
     def stop_after_five(**fields):
         if fields["done"] == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
         train(halves, progress=stop_after_five)

@@ -239,7 +239,7 @@ class AttachedServer(RunningServer):
     `make_plugin_folder` on its PYTHONPATH) and
 
         SGLANG_HS_DUMP_DIR=/dev/shm/dumps SGLANG_HS_LAYERS='[2, 30, 58]' python -m sglang.launch_server … \\
-            --disable-radix-cache --disable-cuda-graph
+            --disable-radix-cache --cuda-graph-backend-prefill disabled
     """
 
     def __init__(self, url: str, dump_dir: Path | None, target: Target, capture: CaptureSpec | None):

@@ -25,7 +25,7 @@ from eagle3_utils.errors import UserError
 
 # Keys that say how a stage runs, not what it makes: changing them does not undo a finished stage.
 _HOW_KEYS = {"run_dir", "data_root", "port", "startup_timeout_seconds", "server_python", "server_urls",
-             "server_dump_dirs", "num_concurrent", "loader_workers"}  # fmt: skip
+             "server_dump_dirs", "num_concurrent", "prefetch_batches"}  # fmt: skip
 _VERSIONED = ("sglang", "torch", "transformers", "h5py", "numpy", "eagle3-utils")
 
 

@@ -51,7 +51,7 @@ def test_keys_that_say_how_not_what_leave_a_stage_current(config):
     stage = runs.open_stage(config, {})
     stage.finish({}, {})
     done = runs.read_done(stage.run_folder, config.stage)
-    assert runs.why_not_current(done, config.model_copy(update={"loader_workers": 4}), {}) is None
+    assert runs.why_not_current(done, config.model_copy(update={"prefetch_batches": 4}), {}) is None
 
 
 def test_write_json_leaves_the_old_file_when_the_value_cannot_be_written(tmp_path):

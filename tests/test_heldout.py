@@ -72,7 +72,7 @@ def test_stop_ids_come_from_generation_config_config_and_tokenizer(tmp_path):
 
 def decoded(source, num_tokens, num_accepted):
     run = Decoded(list(range(num_tokens)), num_accepted)
-    return DecodedPrompt(Prompt("x", source, [1]), run, 0.5)
+    return DecodedPrompt(Prompt("x", source, [1]), run)
 
 
 def test_accept_length_is_tokens_of_verifications_over_verifications_by_source():
@@ -139,3 +139,24 @@ def test_greedy_violations_are_none_for_greedy_output_and_name_a_changed_token_b
     second = int(logits.topk(2).indices[1])
     found = heldout.greedy_violations(model, prompt, [*output[:5], second, *output[6:]])
     assert found[0] == (5, pytest.approx(float(logits.max() - logits[second]), rel=1e-3))
+
+
+def test_items_keep_their_order_each_on_one_core_and_the_setting_comes_back():
+    before, cores = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+
+    def work(item):
+        cores.append(torch.get_num_threads())
+        return item * 10
+
+    try:
+        assert heldout.map_on_cores(work, [3, 1, 2], torch.device("cpu")) == [30, 10, 20]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert cores == [1, 1, 1]
+
+
+def test_an_error_in_one_item_comes_out():
+    with pytest.raises(ZeroDivisionError):
+        heldout.map_on_cores(lambda item: 1 / item, [1, 0, 2], torch.device("cpu"))

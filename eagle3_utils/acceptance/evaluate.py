@@ -165,7 +165,7 @@ class Evaluation:
         progress = self._progress("replay", len(self.config.replay_shapes))
         for number, numbers in enumerate(self.config.replay_shapes if batches else [], start=1):
             shape = TreeShape(*numbers)
-            accepted = [heldout.replay(self.draft, batch, shape) for batch in batches]
+            accepted = heldout.replay_all(self.draft, batches, shape)
             tokens = [int(batch.loss_mask.sum()) - 1 for batch in batches]
             lengths[served.shape_name(shape)] = offline.ratio_interval(tokens, list(map(len, accepted)))
             progress(number)
@@ -201,7 +201,7 @@ class Evaluation:
             ]
 
         draft = self.trained_draft()
-        accepted = [heldout.replay(draft, batch, run.shape) for batch in batches_of(draft.config.aux_layers)]
+        accepted = heldout.replay_all(draft, batches_of(draft.config.aux_layers), run.shape)
         served_accepted = [answer.num_accepted for answer in answers]
         report = parity.compare(accepted, served_accepted, run.shape.num_steps, self.config.parity_tolerance)
         if report.passed:

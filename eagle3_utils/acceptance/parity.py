@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from eagle3_utils.acceptance.heldout import replay
+from eagle3_utils.acceptance.heldout import replay_all
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.draft.modules.rope import RotaryEmbedding
 from eagle3_utils.draft.network import DraftModel
@@ -110,7 +110,7 @@ def diagnose(
     trials = []
     for fault, broken in faults(draft, target).items():
         batches = batches_of(broken.config.aux_layers)
-        shares = accepted_shares([replay(broken, batch, shape) for batch in batches], shape.num_steps)
+        shares = accepted_shares(replay_all(broken, batches, shape), shape.num_steps)
         trials.append(Trial(fault, shares, _distance(shares, report.served)))
     return replace(report, trials=trials)
 

@@ -17,7 +17,7 @@ def by_step(summary: dict[str, dict[str, Any]], figure: str = "conditional", bas
     drafting the most frequent token.
     """
     titles = {
-        "conditional": ("Acceptance by position", "accepted, given that the steps before were"),
+        "conditional": ("Acceptance by position", "accepted, given the steps before"),
         "accuracy": ("Accuracy by step", "correct / all supervised positions"),
         "overlap": ("Acceptance under sampling", "mean Σ min(p, q)"),
         "out_of_vocab": ("Outside the draft vocabulary", "share of supervised positions"),
@@ -41,7 +41,7 @@ def accept_length_by_source(figures: dict[str, dict[str, Interval]], title: str 
     sources = list(dict.fromkeys(source for by_source in figures.values() for source in by_source))
     missing = Interval(np.nan, np.nan, np.nan)
     found = {name: [by_source.get(source, missing) for source in sources] for name, by_source in figures.items()}
-    fig, ax = style.figure(title, "source", "tokens per verification")
+    fig, ax = style.figure(title, "source", "tokens per verification (1: none accepted)")
     style.grouped_bars(
         ax,
         sources,
@@ -49,15 +49,13 @@ def accept_length_by_source(figures: dict[str, dict[str, Interval]], title: str 
         {name: [(interval.low, interval.high) for interval in row] for name, row in found.items()},
     )
     ax.axhline(1.0, color=style.GREY, linewidth=0.9, linestyle=":")
-    ax.annotate("1.0: nothing accepted", (0.995, 1.0), (0, 2), ("axes fraction", "data"), "offset points", ha="right",
-                fontsize=7, color=style.GREY)  # fmt: skip
     style.legend(ax, loc="upper right", ncols=len(figures))
     return fig
 
 
 def positions_beside(curves: dict[str, Sequence[Interval | float]], title: str = "Acceptance by position") -> Figure:
     """Conditional acceptance by drafted position, one line per way of finding it (teacher-forced, decoded, served)."""
-    fig, ax = style.figure(title, "drafted position", "accepted, given that the ones before were")
+    fig, ax = style.figure(title, "drafted position", "accepted, given the ones before")
     for index, (name, values) in enumerate(curves.items()):
         _line(ax, [v if isinstance(v, Interval) else Interval(v, v, v) for v in values], name, index)
     ax.set_ylim(0, 1)

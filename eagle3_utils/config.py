@@ -150,6 +150,7 @@ class TrainConfig(StageConfig):
     loss: Literal["soft", "hard", "lk_alpha", "lk_lambda"] = "soft"
     fc_norm: bool = False
     norm_output: bool = False
+    init: Literal["target_layer", "random"] = "target_layer"
     init_from: str | None = None
     freeze_lm_head: bool = False
     epochs: float = Field(3.0, gt=0)

@@ -7,6 +7,7 @@ embeddings or the final norm are ever opened.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,23 @@ def load_final_norm(target: Target) -> torch.Tensor:
     return _load_tensor(target.path, "model.norm.weight")
 
 
+def load_decoder_layer(target: Target, index: int) -> dict[str, torch.Tensor]:
+    """The tensors of one decoder layer of the text model, named within the layer ("mlp.up_proj.weight").
+
+    Those of a mixture's experts are left out: they are the bulk of the bytes. Raises `UserError` when there are none.
+    """
+    prefix = re.compile(rf"(?:^|\.)layers\.{index}\.(?!.*\.experts\.)")
+    weight_map = {name: file for name, file in _weight_map(target.path).items() if "vision" not in name}
+    found = {name[match.end() :]: (name, file) for name, file in weight_map.items() if (match := prefix.search(name))}
+    if not found:
+        raise UserError(f"no tensor of decoder layer {index}", str(target.path))
+    tensors = {}
+    for short, (name, file) in found.items():
+        with safe_open(target.path / file, "pt") as shard:
+            tensors[short] = shard.get_tensor(name)
+    return tensors
+
+
 def target_logits(final: torch.Tensor, lm_head: torch.Tensor, target: Target) -> torch.Tensor:
     """The target's own logits from its final, post-norm hidden state.
 
@@ -176,17 +194,22 @@ def _fingerprint(path: Path) -> str:
 
 def _load_tensor(path: Path, suffix: str) -> torch.Tensor:
     """The one tensor of the text model whose name ends in `suffix`, read from the shard that holds it."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-    else:
-        weight_map = {}
-        for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                weight_map |= dict.fromkeys(tensors.keys(), file.name)
+    weight_map = _weight_map(path)
     names = [name for name in weight_map if name == suffix or name.endswith("." + suffix)]
     names = [name for name in names if "vision" not in name and ".layers." not in name]
     if len(names) != 1:
         raise UserError(f"expected one tensor named …{suffix}, found {names or 'none'}", str(path))
     with safe_open(path / weight_map[names[0]], "pt") as tensors:
         return tensors.get_tensor(names[0])
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name -> file of a checkpoint folder, from its index or from the files themselves."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    weight_map = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), file.name)
+    return weight_map

@@ -18,7 +18,6 @@ pytest_plugins = ["draft_folders"]  # fixtures
 def test_head_and_norm_begin_as_the_targets_own(draft, target):
     assert torch.equal(draft.lm_head.weight.detach(), load_lm_head(target)[draft.target_ids].float())
     assert torch.equal(draft.norm.weight.detach(), load_final_norm(target).float())
-    assert float(draft.fc.weight.std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_same_seed_gives_the_same_draft_and_another_gives_another(target):

@@ -1,11 +1,11 @@
 """A draft to begin with: its shape from the target, its vocabulary from the corpus, its first weights.
 
-`lm_head` starts as the target's own rows and `norm` as the target's final norm, so that the draft begins by reading
-its hidden state the way the target does; everything else is random.
+A warm start takes another draft's weights and vocabulary; else `initial.py` says what a draft begins with.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS
+from eagle3_utils.draft.training.initial import initialise
 from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.states.reader import StoreReader
-from eagle3_utils.target import Target, load_embed_tokens, load_final_norm, load_lm_head, load_target
+from eagle3_utils.target import Target, load_embed_tokens, load_target
 
-_INITIAL_STD = 0.02
+logger = logging.getLogger(__name__)
 _MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -84,12 +85,8 @@ def new_draft(config: TrainConfig, target: Target, aux_layers: Iterable[int], vo
         return model
     torch.manual_seed(config.seed)
     model = DraftModel(wanted, vocab, load_embed_tokens(target))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=_INITIAL_STD)
-        model.lm_head.weight.copy_(load_lm_head(target)[vocab.target_ids])
-        model.norm.weight.copy_(load_final_norm(target))
+    taken = initialise(model, target, config.init)
+    logger.info("draft of %d layers' states, %d tensors of the target's last layer", len(wanted.aux_layers), len(taken))
     model.lm_head.requires_grad_(not config.freeze_lm_head)
     return model
 

@@ -1,0 +1,72 @@
+"""First weights of a draft, taken from the target where the two mean the same.
+
+`lm_head` and `norm` are the target's own rows and final norm, so the draft reads its hidden state as the target does.
+With `init: target_layer`, `fc` passes the highest captured layer through and the draft's layer is the target's last
+one: training then begins at an early exit of the target instead of at noise, and needs a fraction of the tokens
+(figures in LOG.md). What has no counterpart stays random: the embedding half of the attention's input, the experts
+of a mixture, weights of another shape or stored quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.target import Target, load_decoder_layer, load_final_norm, load_lm_head
+
+_STD = 0.02
+_FC_NOISE = 0.1  # share of the random start that `fc` keeps beside the passed-through layer
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@torch.no_grad()
+def initialise(model: DraftModel, target: Target, init: str) -> list[str]:
+    """Fill every weight of a new draft in place; returns the names taken from the target's last layer.
+
+    init: "target_layer" as the module says, "random" for random weights but for `lm_head` and `norm`.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=_STD)
+    model.lm_head.weight.copy_(load_lm_head(target)[model.target_ids])
+    model.norm.weight.copy_(load_final_norm(target))
+    if init == "random":
+        return []
+    size = model.config.hidden_size
+    model.fc.weight.mul_(_FC_NOISE)
+    model.fc.weight[:, -size:] += torch.eye(size)
+    return _copy_layer(model.midlayer, load_decoder_layer(target, target.num_layers - 1), size)
+
+
+def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int) -> list[str]:
+    """Copy a decoder layer's tensors, named within the layer, where the draft's layer has the same ones."""
+    if not _comparable(layer):
+        return []
+    copied = []
+    for name, parameter in midlayer.named_parameters():
+        source = layer.get({"hidden_norm.weight": "input_layernorm.weight"}.get(name, name))
+        if name == "input_layernorm.weight" or source is None or source.dtype not in _FLOATS:
+            continue  # the draft's input_layernorm is the embedding's
+        if name.startswith("self_attn.") and not _same_attention(layer):
+            continue
+        if parameter.shape == source.shape:
+            parameter.copy_(source)
+        elif parameter.dim() == 2 and parameter.shape == (source.shape[0], 2 * size) and source.shape[1] == size:
+            parameter[:, size:] = source  # the draft's attention reads [embedding, hidden state]
+        else:
+            continue
+        copied.append(name)
+    return copied
+
+
+def _comparable(layer: dict[str, torch.Tensor]) -> bool:
+    """Whether the layer has the draft's two norms and no other (Gemma's and OLMo 2's have, and compute otherwise)."""
+    norms = {name for name in layer if "layernorm" in name and name.count(".") == 1}
+    return norms == {"input_layernorm.weight", "post_attention_layernorm.weight"}
+
+
+def _same_attention(layer: dict[str, torch.Tensor]) -> bool:
+    """Whether queries and keys have no bias and no norm of their own: SGLang's draft layer has neither."""
+    own = ("self_attn.q_norm.", "self_attn.k_norm.")
+    return not any(name.startswith(own) or (name.startswith("self_attn.") and name.endswith(".bias")) for name in layer)

@@ -1,0 +1,77 @@
+"""First weights: what comes from the target's last layer, and what must not."""
+
+import pytest
+import torch
+
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.training import initial
+from eagle3_utils.draft.training.build import new_draft
+from eagle3_utils.draft.training.initial import initialise
+from eagle3_utils.draft.vocab import vocab_map_of
+from eagle3_utils.errors import UserError
+from eagle3_utils.target import load_decoder_layer, load_target
+
+LAYERS = [1, 14, 26]
+
+
+@pytest.fixture(scope="module")
+def target(example_target):
+    return load_target(str(example_target))
+
+
+@pytest.fixture(scope="module")
+def vocab(target):
+    return vocab_map_of(torch.arange(256), target.vocab_size)
+
+
+def draft_of(target, vocab, **options):
+    return new_draft(TrainConfig(draft_vocab_size=256, **options), target, LAYERS, vocab)
+
+
+def test_the_layer_is_the_targets_last_and_fc_passes_the_highest_state_on(target, vocab):
+    draft, last, size = draft_of(target, vocab), load_decoder_layer(target, 29), target.hidden_size
+    layer = {name: parameter.detach() for name, parameter in draft.midlayer.named_parameters()}
+    for name in ("mlp.up_proj.weight", "self_attn.o_proj.weight", "post_attention_layernorm.weight"):
+        assert torch.equal(layer[name], last[name].float())
+    assert torch.equal(layer["self_attn.k_proj.weight"][:, size:], last["self_attn.k_proj.weight"].float())
+    assert float(layer["self_attn.k_proj.weight"][:, :size].std()) == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(layer["hidden_norm.weight"], last["input_layernorm.weight"].float())
+    assert bool((layer["input_layernorm.weight"] == 1).all())
+    states = torch.randn(50, 3 * size)
+    assert torch.cosine_similarity(states @ draft.fc.weight.detach().T, states[:, 2 * size :]).min() > 0.95
+
+
+def test_random_keeps_only_head_and_norm(target, vocab):
+    draft = draft_of(target, vocab, init="random")
+    assert float(draft.fc.weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(draft.midlayer.mlp.up_proj.weight.std()) == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"),
+    [
+        ("self_attn.q_norm.weight", {"mlp.up_proj.weight"}),
+        ("self_attn.q_proj.bias", {"mlp.up_proj.weight"}),
+        ("pre_feedforward_layernorm.weight", set()),
+    ],
+)
+def test_a_layer_that_computes_otherwise_is_not_copied(target, vocab, monkeypatch, extra, kept):
+    layer = load_decoder_layer(target, 29) | {extra: torch.zeros(4)}
+    monkeypatch.setattr(initial, "load_decoder_layer", lambda target, index: layer)
+    taken = initialise(draft_of(target, vocab, init="random"), target, "target_layer")
+    assert kept <= set(taken) and not any(name.startswith("self_attn.") for name in taken)
+
+
+def test_quantised_and_differently_shaped_tensors_are_left_out(target, vocab, monkeypatch):
+    layer = load_decoder_layer(target, 29)
+    layer["mlp.up_proj.weight"] = layer["mlp.up_proj.weight"].to(torch.float8_e4m3fn)
+    layer["mlp.down_proj.weight"] = layer["mlp.down_proj.weight"][:, :100]
+    monkeypatch.setattr(initial, "load_decoder_layer", lambda target, index: layer)
+    taken = initialise(draft_of(target, vocab, init="random"), target, "target_layer")
+    assert "mlp.gate_proj.weight" in taken
+    assert not {"mlp.up_proj.weight", "mlp.down_proj.weight"} & set(taken)
+
+
+def test_a_layer_that_is_not_there_is_an_error(target):
+    with pytest.raises(UserError, match="no tensor of decoder layer 99"):
+        load_decoder_layer(target, 99)

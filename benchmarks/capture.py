@@ -1,14 +1,19 @@
-"""Speed of capture, beside prefill without it and beside the naive way, on one server and the same samples.
+"""Speed of capture, beside prefill without it and beside the naive way, with the same flags and the same samples.
 
-    python benchmarks/capture.py                                                       # SmolLM2 on the CPU, 3 minutes
-    python benchmarks/capture.py --device cuda --samples 192 --mean-tokens 1554 --max-tokens 8192 --rounds 5
+    python benchmarks/capture.py      # SmolLM2 on the CPU: about 6 minutes on two quiet cores
+    python benchmarks/capture.py --device cuda --samples 192 --mean-tokens 1554 --max-tokens 8192 --rounds 5 \\
+        --server-args="--attention-backend triton --sampling-backend pytorch --grammar-backend none"
 
-bare    ordinary requests on the same server, 32 at a time: nothing is recorded
-ours    the same samples as `hs-` requests, 32 at a time; each dump is taken (deleted) when it arrives
-naive   one request at a time; inside the server `.cpu()` of each tensor and one `torch.save` file per tensor
+bare    a server of its own that loads no plugin; ordinary requests, 32 at a time
+ours    a server with the capture plugin; the same samples as `hs-` requests, 32 at a time; each dump is taken (deleted)
+        after its answer, and the clock stops with the last one
+idle    ordinary requests to that server, 32 at a time: what capture costs those whom it does not capture
 one     bare, one request at a time: what the naive way could reach at best
+naive   one request at a time; inside the server a blocking `.cpu()` and one `torch.save` per tensor
 
-Rounds of the four are interleaved, since two starts of a server differ more than what is measured here.
+Both servers live side by side (idle ones sleep) and the rounds of all ways are interleaved, so that a machine that
+slows down slows all of them. Two starts of one server still differ by some per cent on shared cores: `idle` and `ours`
+come from one start.
 """
 
 from __future__ import annotations
@@ -17,19 +22,32 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from eagle3_utils.config import ProbeConfig
 from eagle3_utils.serving.client import Client
+from eagle3_utils.serving.launch.flags import LONGER_CONTEXT_VARIABLE, capture_flags
 from eagle3_utils.serving.server import Server, capture_spec
-from eagle3_utils.target import load_target
+from eagle3_utils.target import Target, load_target
 
+NUM_CONCURRENT = 32
 NAIVE_PREFIX = "naive-"
+WAYS = {  # name → server, requests in flight
+    "bare": ("bare", NUM_CONCURRENT),
+    "ours": ("capturing", NUM_CONCURRENT),
+    "idle": ("capturing", NUM_CONCURRENT),
+    "one": ("bare", 1),
+    "naive": ("capturing", 1),
+}
+RID_PREFIXES = {"ours": "hs-bench-", "naive": NAIVE_PREFIX}
 
 
 def register() -> None:
@@ -55,67 +73,99 @@ def register() -> None:
 def main() -> None:
     arguments = parse_arguments()
     target = load_target(arguments.model)
-    with tempfile.TemporaryDirectory(prefix="capture-bench-") as scratch:
-        folder = Path(scratch)
-        config = ProbeConfig(
-            run_dir=scratch,
-            device=arguments.device,
-            chunked_prefill_size=arguments.chunk,
-            staging_max_bytes=arguments.staging_bytes,
-            extra_server_args=arguments.server_args,
-        )
-        environment = {"PYTHONPATH": install_naive(folder / "plugin"), "EAGLE3_NAIVE_DIR": make(arguments.naive_dir)}
-        spec = capture_spec(config, target, "bench")
-        with Server(config, target, folder / "server.log", folder, spec, environment=environment) as server:
-            print_result(run(server, sample_lengths(arguments), target.vocab_size, arguments), server, arguments)
+    with tempfile.TemporaryDirectory(prefix="capture-bench-") as scratch, start(arguments, target, scratch) as servers:
+        rates = run(servers, sample_lengths(arguments), target.vocab_size, arguments.rounds, arguments.serial_share)
+        print_result(rates, servers["capturing"].handshake)
 
 
-def run(server: Server, lengths: list[int], vocab_size: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+@contextmanager
+def start(arguments: argparse.Namespace, target: Target, scratch: str) -> Iterator[dict[str, Server]]:
+    """Both servers, with the same flags; only one of them is told to capture."""
+    folder = Path(scratch)
+    naive_folder = folder / "naive"
+    naive_folder.mkdir()
+    # The KV cache is bounded, so that two servers fit on one device.
+    config = ProbeConfig(
+        run_dir=scratch, device=arguments.device, max_seq_len=arguments.max_tokens, dtype=arguments.dtype,
+        chunked_prefill_size=arguments.chunk, staging_max_bytes=arguments.staging_bytes,
+        staging_dir=arguments.staging_dir,
+        extra_server_args=["--max-total-tokens", str(NUM_CONCURRENT * arguments.max_tokens), *arguments.server_args],
+    )  # fmt: skip
+    spec = capture_spec(config, target, "bench")
+    plain = {"SGLANG_PLUGINS": "none", LONGER_CONTEXT_VARIABLE: "1"}
+    paths = [install_naive(folder / "plugin"), os.environ.get("PYTHONPATH")]
+    naive = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EAGLE3_NAIVE_DIR": str(naive_folder)}
+    with (
+        Server(config, target, folder / "capturing.log", folder / "capturing", spec, environment=naive) as capturing,
+        Server(
+            config, target, folder / "bare.log", folder / "bare",
+            extra_args=capture_flags(config, target), environment=plain,
+        ) as bare,
+    ):  # fmt: skip
+        capturing.naive_folder = naive_folder
+        yield {"bare": bare, "capturing": capturing}
+
+
+def run(
+    servers: dict[str, Server], lengths: list[int], vocab_size: int, num_rounds: int, serial_share: int
+) -> dict[str, list[float]]:
     """Tokens per second of each way, one figure per round; the first round of each warms up and is dropped."""
     rng = random.Random(0)
     samples = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
-    few = samples[: max(1, len(samples) // arguments.serial_share)]
-    ways = {"bare": ("bare-", 32, samples), "ours": ("hs-bench-", 32, samples),
-            "one": ("one-", 1, few), "naive": (NAIVE_PREFIX, 1, few)}  # fmt: skip
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(arguments.rounds + 1):
-        for name, (prefix, num_concurrent, some) in ways.items():
-            rate = measure(server.client, f"{prefix}{number}-", some, num_concurrent)
-            for path in Path(arguments.naive_dir).glob(f"{NAIVE_PREFIX}*"):
-                path.unlink()
+    few = samples[::serial_share]
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    for number in range(num_rounds + 1):
+        for name, (server_name, num_concurrent) in WAYS.items():
+            server, some = servers[server_name], few if num_concurrent == 1 else samples
+            prefix = f"{RID_PREFIXES.get(name, name + '-')}{number}-"
+            rate = measure(server.client, prefix, some, num_concurrent, name == "ours")
+            if name == "naive":
+                check_naive(server.naive_folder, len(some))
             if number:
                 rates[name].append(rate)
     return rates
 
 
-def measure(client: Client, prefix: str, samples: list[list[int]], num_concurrent: int) -> float:
-    """Tokens per second from the first request to the last answer, or the last dump where there is one."""
+def measure(client: Client, prefix: str, samples: list[list[int]], num_concurrent: int, takes_dumps: bool) -> float:
+    """Tokens per second from the first request to the last answer, and to the last dump where there are dumps."""
 
-    def one(item: tuple[int, list[int]]) -> None:
-        number, ids = item
-        client.generate(ids, rid=f"{prefix}{number}")
-        if prefix.startswith("hs-"):
-            client.wait_for_dump(f"{prefix}{number}").unlink()
+    def request(item: tuple[int, list[int]]) -> Future | None:
+        rid = f"{prefix}{item[0]}"
+        client.generate(item[1], rid=rid)
+        return takers.submit(lambda: client.wait_for_dump(rid).unlink()) if takes_dumps else None
 
     started = time.monotonic()
-    with ThreadPoolExecutor(num_concurrent) as pool:
-        list(pool.map(one, enumerate(samples)))
-    return sum(map(len, samples)) / (time.monotonic() - started)
+    with ThreadPoolExecutor(4) as takers, ThreadPoolExecutor(num_concurrent) as pool:
+        for taken in list(pool.map(request, enumerate(samples))):
+            if taken:
+                taken.result()
+        seconds = time.monotonic() - started
+    return sum(map(len, samples)) / seconds
 
 
-def print_result(rates: dict[str, list[float]], server: Server, arguments: argparse.Namespace) -> None:
+def check_naive(folder: Path, num_samples: int) -> None:
+    """Every sample has left its files, or the naive way was not what ran; then delete them."""
+    paths = list(folder.iterdir())
+    if len({path.name.split("-")[2] for path in paths}) != num_samples:
+        raise RuntimeError(f"{len(paths)} files of {num_samples} naive requests")
+    for path in paths:
+        path.unlink()
+
+
+def print_result(rates: dict[str, list[float]], facts: dict) -> None:
     """A table of medians and ranges, then one JSON line for LOG.md."""
-    facts = server.handshake
     bytes_per_token = (len(facts["boundaries"]) + 1) * facts["hidden_size"] * 2
     median = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"{facts['model_class']} on {facts['device']}, {bytes_per_token:,} B of states a token")
+    print(f"{facts['model_class']} in {facts['model_dtype']} on {facts['device']}, {bytes_per_token:,} B a token")
     print(f"{'':8}{'tokens/s':>12}{'range':>22}{'MB/s':>10}{'of bare':>10}")
     for name, values in rates.items():
         low_high = f"{min(values):,.0f}-{max(values):,.0f}"
-        speed = median[name] * bytes_per_token / 1e6
-        print(f"{name:8}{median[name]:12,.0f}{low_high:>22}{speed:10,.1f}{median[name] / median['bare']:10.2f}")
-    result = {"tokens_per_second": median, "ours_to_bare": median["ours"] / median["bare"],
-              "ours_to_naive": median["ours"] / median["naive"], "rounds": arguments.rounds}  # fmt: skip
+        speed = f"{median[name] * bytes_per_token / 1e6:,.1f}" if name in RID_PREFIXES else "-"
+        print(f"{name:8}{median[name]:12,.0f}{low_high:>22}{speed:>10}{median[name] / median['bare']:10.2f}")
+    # Per round, so that a slow minute of the machine falls on both sides of the ratio.
+    ratio = statistics.median(ours / bare for ours, bare in zip(rates["ours"], rates["bare"], strict=True))
+    result = {"tokens_per_second": median, "ours_to_bare": ratio, "ours_to_naive": median["ours"] / median["naive"],
+              "rounds": len(rates["ours"])}  # fmt: skip
     print(json.dumps(result))
 
 
@@ -138,25 +188,23 @@ def install_naive(folder: Path) -> str:
     return str(folder)
 
 
-def make(folder: str) -> str:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="example")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--mean-tokens", type=float, default=204)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serial-share", type=int, default=4, help="one in so many samples is sent one at a time")
     parser.add_argument("--chunk", type=int, default=None)
     parser.add_argument("--staging-bytes", type=int, default=4 << 30)
-    parser.add_argument("--naive-dir", default=str(Path(tempfile.gettempdir()) / "naive-capture"))
-    parser.add_argument("--server-args", nargs="*", default=[])
-    return parser.parse_args()
+    parser.add_argument("--staging-dir", default=None, help="where dumps go when /dev/shm is too small")
+    parser.add_argument("--server-args", action="append", default=[], metavar='="--flag value …"', type=shlex.split)
+    arguments = parser.parse_args()
+    arguments.server_args = [word for words in arguments.server_args for word in words]
+    return arguments
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A test-only SGLang plugin that plants faults into capture inside a real server, chosen by a file's content.
 
-none · shift (layers one too late) · pre_norm (final state from before the norm) · disk_full (writing fails)
+none · shift (layers one too late) · pre_norm (final state from before the norm) · disk_full (writing fails) ·
+allow_unsafe (at the start: settings that corrupt capture are not refused)
 """
 
 import errno
@@ -9,8 +10,10 @@ from pathlib import Path
 
 
 def register() -> None:
-    from eagle3_utils.serving.capture import recorder, writer
+    from eagle3_utils.serving.capture import hooks, recorder, writer
 
+    if fault() == "allow_unsafe":
+        hooks.refuse_unsafe = lambda _server_args: None
     record, begin, write = recorder.Recorder.record, recorder.Recorder.begin, writer.Writer._write
 
     def faulty_begin(self, requests):

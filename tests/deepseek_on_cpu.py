@@ -1,7 +1,8 @@
 """A tiny random DeepSeek-V3 (MLA, mixture of experts, YaRN), and a test-only plugin that lets SGLang serve it on a CPU.
 
 Out of the box `torch_native` sends prefill down the multi-head path, whose head size it does not accept; the plugin
-registers a handler that always takes the absorbed path.
+registers a handler that always takes the absorbed path. It also calls the model the way Kimi-K2.5 does, through its
+embeddings: the language model, and so the logits processor, is not told the token ids.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from pathlib import Path
 def register() -> None:
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)
+    HookRegistry.register("sglang.srt.models.deepseek_v2.DeepseekV2ForCausalLM.forward", by_embeddings, HookType.AROUND)
+
+
+def by_embeddings(original, self, input_ids, positions, forward_batch, *args, **kwargs):
+    """As `general_mm_embed_routine` (sglang/srt/managers/mm_utils.py) calls a language model."""
+    return original(self, None, positions, forward_batch, input_embeds=self.model.embed_tokens(input_ids))
 
 
 def install(folder: Path) -> str:

@@ -1,18 +1,23 @@
 """The Kimi path on a CPU: a tiny random DeepSeek-V3 passes every gate of the probe through a real server.
 
 MLA attention, mixture of experts and YaRN; Hugging Face's forward of the same checkpoint is the reference, and the
-anchored check, which needs no reference, finds the same layers.
+anchored check, which needs no reference, finds the same layers. The server runs in another Python environment, which
+has SGLang but not this package.
 """
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepseek_on_cpu
 import pytest
+from other_python import make_other_python
 
 from eagle3_utils.config import ProbeConfig
+from eagle3_utils.serving.launch import checks
 from eagle3_utils.serving.probe import run_probe
 from eagle3_utils.serving.probing.trials import Trials
 from eagle3_utils.serving.server import Server, capture_spec
@@ -27,11 +32,12 @@ def served(example_target, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     folder = deepseek_on_cpu.make_tiny_deepseek(run / "model", example_target)
     target = load_target(str(folder))
+    python, packages = make_other_python(run / "other")
     config = ProbeConfig(
         run_dir=str(run), model=str(folder), device="cpu", max_seq_len=128, aux_layers=LAYERS,
-        num_probe_samples=3, num_concurrent=8, num_pilot_samples=8, chunked_prefill_size=256,
+        num_probe_samples=3, num_concurrent=8, num_pilot_samples=8, chunked_prefill_size=256, server_python=python,
     )  # fmt: skip
-    environment = {"PYTHONPATH": deepseek_on_cpu.install(run / "plugin")}
+    environment = {"PYTHONPATH": os.pathsep.join([deepseek_on_cpu.install(run / "plugin"), packages])}
     spec = capture_spec(config, target)
     with Server(config, target, run / "server.log", run, spec, environment=environment) as server:
         yield server, target, config
@@ -44,6 +50,15 @@ def records():
         SimpleNamespace(id=f"r{i}", input_ids=[rng.randrange(49152) for _ in range(rng.randint(30, 120))])
         for i in range(8)
     ]
+
+
+def test_the_servers_python_has_sglang_and_nothing_of_ours_but_the_plugin_folder(served):
+    """The handshake is written by the copy of the capture package that was put on its PYTHONPATH."""
+    server, _, config = served
+    other = checks.ask_interpreter(config.server_python, server._environment)
+    assert other.sglang == "0.5.14" and not other.plugin
+    assert (Path(server._plugin_folder.name) / "eagle3_capture" / "hooks.py").is_file()
+    assert server.handshake["nonce"] == server.nonce
 
 
 def test_every_gate_passes_and_layers_are_those_of_hugging_face(served, records):

@@ -6,6 +6,9 @@ import os
 import socket
 import stat
 import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +71,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
-    monkeypatch.setattr(checks, "gpu_free_bytes", lambda: [80 << 30])
+    monkeypatch.setattr(checks.gpus, "free_bytes", lambda: [80 << 30])
     with pytest.raises(UserError, match="2 GPUs asked for, 1 here"):
         checks.check_memory(1000, "cuda", 2)
     with pytest.raises(UserError, match="free on 1 GPUs"):
@@ -79,3 +82,31 @@ def test_staging_larger_than_the_disk_is_refused(tmp_path):
     checks.check_staging(tmp_path, 1)
     with pytest.raises(UserError, match="are free"):
         checks.check_staging(tmp_path, 1 << 60)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_staging_in_dev_shm_must_fit_into_memory_too(monkeypatch):
+    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        pytest.raises(UserError, match="of memory are available"),
+    ):
+        checks.check_staging(Path(folder), 1001)
+
+
+def test_a_full_disk_is_said_before_the_start(tmp_path, monkeypatch):
+    checks.check_disk(tmp_path)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _folder: SimpleNamespace(free=5_000_000))
+    with pytest.raises(UserError, match="only 5 MB are free"):
+        checks.check_disk(tmp_path)
+
+
+def test_a_start_faster_than_a_load_can_be_is_reported():
+    assert checks.suspicious_start(600_000_000_000, 10.0) is not None
+    assert "another server" in checks.suspicious_start(1_000, 0.5)
+    assert checks.suspicious_start(600_000_000_000, 60.0) is None and checks.suspicious_start(1_000, 9.0) is None
+
+
+def test_a_port_is_waited_for_and_its_holder_named(listener):
+    assert checks.wait_for_port(checks.check_port(0)) is None
+    assert f"pid {os.getpid()}" in checks.wait_for_port(listener, seconds=0.2)

@@ -30,6 +30,17 @@ def test_extraction_turns_off_what_hides_rows(target):
     assert not any(flag in command(target, extracting=False) for flag in flags)
 
 
+def test_sums_over_ranks_are_finished_before_a_layer_hands_out_its_output(target):
+    flag = "--enforce-disable-flashinfer-allreduce-fusion"
+    assert flag in command(target, device="cuda", tp_size=8) and flag not in command(target)
+    assert flag not in command(target, extracting=False, device="cuda", tp_size=8)
+
+
+def test_waiting_for_room_in_staging_is_not_taken_for_a_hang(target):
+    words = command(target).split()
+    assert int(words[words.index("--watchdog-timeout") + 1]) > 10 * 120, "capture waits up to 120 s for each dump"
+
+
 def test_the_cpu_gets_a_backend_and_a_bounded_cache(target):
     text = command(target)
     assert "--attention-backend torch_native" in text and "--max-total-tokens" in text
@@ -57,7 +68,9 @@ def test_samples_of_the_models_full_length_get_a_longer_context(target):
     assert full[full.index("--context-length") + 1] == "8208"
 
 
-@pytest.mark.parametrize("flag", ["--pp-size", "--pp-size=2", "--speculative-algorithm", "--disaggregation-mode"])
+@pytest.mark.parametrize(
+    "flag", ["--pp-size", "--pp-size=2", "--speculative-algorithm", "--attn-cp-size", "--enable-two-batch-overlap"]
+)
 def test_flags_that_corrupt_capture_are_refused(flag):
     with pytest.raises(UserError, match="cannot be used with capture"):
         refuse_unsafe([flag, "2"])

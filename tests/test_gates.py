@@ -112,5 +112,25 @@ def test_the_same_dump_is_invariant_and_another_is_not():
     torch.manual_seed(0)
     one = dump(aux=torch.randn(3, 2, 4), final=torch.randn(3, 4))
     other = dump(aux=torch.randn(3, 2, 4), final=one.final)
-    assert gates.invariance_figure(one, one) == pytest.approx(1.0)
-    assert gates.invariance_figure(other, one) < 0.9
+    assert gates.invariance_figures(one, one) == pytest.approx((1.0, 1.0))
+    assert gates.invariance_figures(other, one)[0] < 0.9
+
+
+def test_a_few_rows_of_something_else_hardly_move_the_mean_but_the_percentile():
+    torch.manual_seed(0)
+    one = dump(500, aux=torch.randn(500, 2, 4) + 5, final=torch.randn(500, 4) + 5)
+    mixed = dump(500, aux=one.aux.clone(), final=one.final.clone())
+    mixed.final[100:108] = -mixed.final[200:208]
+    mean, percentile = gates.invariance_figures(mixed, one)
+    assert mean > 0.95 and percentile < 0
+
+
+def test_log_probabilities_of_a_long_sample_are_rebuilt_at_positions_spread_over_it():
+    torch.manual_seed(0)
+    final, lm_head, ids = torch.randn(1000, 4), torch.randn(8, 4), torch.randint(0, 8, (1000,))
+    served = torch.log_softmax(final[:-1] @ lm_head.T, -1).gather(1, ids[1:, None]).squeeze(1)
+    errors = gates.logprob_errors(final, ids, served.tolist(), lm_head, TARGET, torch.float32, max_positions=10)
+    assert errors.shape == (10,) and errors.max() < 1e-5
+    served[[0, -1]] += 0.5  # first and last are among them
+    errors = gates.logprob_errors(final, ids, served.tolist(), lm_head, TARGET, torch.float32, max_positions=10)
+    assert errors[[0, -1]].tolist() == pytest.approx([0.5, 0.5], abs=1e-5)

@@ -68,17 +68,20 @@ def test_a_stranger_with_the_pid_and_a_server_in_use_are_left_alone(tmp_path, la
         processes.stop_group(other)
 
 
-def test_the_guard_kills_the_group_when_its_launcher_dies(tmp_path):
+def test_the_guard_kills_the_group_when_its_launcher_dies_and_clears_its_dumps(tmp_path):
+    for name in ("hs-1.safetensors", "handshake.json", "notes.txt"):
+        (tmp_path / name).touch()
     launcher = start(
-        "import subprocess, sys, time\n"
+        "import pathlib, subprocess, sys, time\n"
         "from eagle3_utils.serving.launch.processes import start_guard\n"
         "server = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        "start_guard(server.pid); print(server.pid, flush=True); time.sleep(600)"
+        f"start_guard(server.pid, pathlib.Path({str(tmp_path)!r})); print(server.pid, flush=True); time.sleep(600)"
     )
     server = psutil.Process(int(launcher.stdout.readline()))
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: [path.name for path in tmp_path.iterdir()] == ["notes.txt"])
 
 
 def test_only_our_own_files_are_cleared_from_a_dump_folder(tmp_path):

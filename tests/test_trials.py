@@ -52,6 +52,38 @@ def test_dumps_of_another_server_are_not_taken_for_this_ones(fake, examined):
     assert "the dump is of another server" in examined.gates[0].detail
 
 
+def test_no_more_is_in_flight_than_half_of_staging_holds(fake, examined):
+    per_token = 3 * 64 * 4 + 8  # two layers and the final state of 64 floats, and an id
+    facts = examined.server.handshake
+    assert examined.num_in_flight(100) == 2, "num_concurrent"
+    examined.config = examined.config.model_copy(update={"num_concurrent": 32})
+    facts["max_bytes"] = 2 * 5 * 100 * per_token
+    assert examined.num_in_flight(100) == 5 and examined.num_in_flight(1000) == 1
+    facts["ranks"]["writers"] = 2  # max_bytes is that of each
+    assert examined.num_in_flight(100) == 10
+
+
+def test_a_checkpoint_that_transformers_cannot_run_is_judged_by_the_anchored_check(examined, monkeypatch):
+    def refuse(*_args):
+        raise ValueError("unknown architecture")
+
+    lines = []
+    examined.log = lines.append
+    monkeypatch.setattr(trials.reference, "huggingface_boundaries", refuse)
+    examined.layers()
+    assert [gate.name for gate in examined.gates] == ["anchors", "layers against all boundaries"]
+    assert "transformers cannot run this checkpoint here" in lines[0] and len(examined.layer_rows) == 2
+    examined.config = examined.config.model_copy(update={"reference": "huggingface"})
+    with pytest.raises(ValueError, match="unknown architecture"):
+        examined.layers()
+
+
+def test_an_odd_start_is_repeated_by_the_first_gate(examined):
+    examined.server.suspicion = "suspicious: ready after 0.1 s"
+    examined.identity()
+    assert examined.gates[0].passed and "ready after 0.1 s" in examined.gates[0].detail
+
+
 def test_every_trial_that_fails_says_so_instead_of_raising(fake, examined):
     fake.status = 500
     for trial in ("content", "quiet", "logprobs", "layers", "invariance", "capacity", "rate"):

@@ -32,7 +32,7 @@ from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.serving.client import Client
-from eagle3_utils.serving.launch import checks, processes
+from eagle3_utils.serving.launch import checks, gpus, processes
 from eagle3_utils.serving.launch.flags import LONGER_CONTEXT_VARIABLE, longer_context, resolve_device, server_command
 from eagle3_utils.serving.launch.identity import check_handshake, check_model_name, last_error
 from eagle3_utils.serving.launch.plugin_folder import make_plugin_folder
@@ -43,7 +43,6 @@ __all__ = ["AttachedServer", "CaptureSpec", "RunningServer", "Server", "capture_
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
-_FASTEST_LOAD_BYTES_PER_SECOND = 20e9  # a start that beats this did not load these weights
 
 
 class RunningServer:
@@ -55,6 +54,7 @@ class RunningServer:
     handshake: dict[str, Any] | None = None
     pid: int | None = None
     log_path: Path | None = None
+    suspicion: str | None = None  # what is odd about its start; the probe's first gate repeats it
 
     def alive(self) -> bool:
         """Whether the server still answers for itself."""
@@ -97,6 +97,7 @@ class Server(RunningServer):
         self.ready_seconds = 0.0
         self.command: list[str] = []
         self._environment = environment or {}
+        self._gpu_bytes_before: list[int] = []
         self._process: subprocess.Popen | None = None
         self._guard: subprocess.Popen | None = None
         self._plugin_folder: tempfile.TemporaryDirectory | None = None
@@ -115,11 +116,13 @@ class Server(RunningServer):
     def start(self) -> None:
         """Check, launch, and wait until ready."""
         self.run_folder.mkdir(parents=True, exist_ok=True)
+        checks.check_disk(self.run_folder)
         for orphan in processes.stop_orphans(self.run_folder):
             logger.warning("stopped a server that an earlier run left behind: pid %d", orphan)
         weight_bytes = checks.check_model(self.target.path)
         device = resolve_device(self.options)
         checks.check_memory(weight_bytes, device, self.options.tp_size)
+        self._gpu_bytes_before = gpus.free_bytes() if device == "cuda" else []
         environment = self._prepare_environment(device)
         port = checks.check_port(self.options.port)
         self.url = f"http://127.0.0.1:{port}"
@@ -130,19 +133,22 @@ class Server(RunningServer):
         started = time.monotonic()
         self._wait_until_ready(port, started + self.options.startup_timeout_seconds)
         self.ready_seconds = time.monotonic() - started
-        if weight_bytes / self.ready_seconds > _FASTEST_LOAD_BYTES_PER_SECOND:
-            rate = weight_bytes / self.ready_seconds / 1e9
-            logger.warning("suspicious: %.0f GB of weights ready at %.0f GB/s", weight_bytes / 1e9, rate)
+        self.suspicion = checks.suspicious_start(weight_bytes, self.ready_seconds)
+        if self.suspicion:
+            logger.warning(self.suspicion)
 
     def stop(self) -> None:
-        """Stop the whole process group, wait for every process of it, and check that the port is free again."""
+        """Stop the whole group and wait until its processes are gone, its port free and its GPU memory returned."""
         if hasattr(self, "client"):
             self.client.close()
         if self._process is not None:
             processes.stop_group(self._process)
             port = int(self.url.rsplit(":", 1)[1])
-            if not checks.port_is_free(port):
-                logger.warning("port %d is still held: %s", port, checks.port_holder(port))
+            holder, missing = checks.wait_for_port(port), gpus.memory_not_returned(self._gpu_bytes_before)
+            if holder:
+                logger.warning("port %d is still held by %s", port, holder)
+            if missing:
+                logger.warning(missing)
             self._process = None
         if self._guard is not None:
             self._guard.communicate(b"stopped\n")
@@ -203,7 +209,7 @@ class Server(RunningServer):
                 cwd=self.log_path.parent,
             )
         self.pid = self._process.pid
-        self._guard = processes.start_guard(self.pid)
+        self._guard = processes.start_guard(self.pid, self.dump_dir)
         processes.remember(self.run_folder, self.pid, self.nonce, self.command)
         self.client = Client(self.url, self.dump_dir)
 
@@ -239,25 +245,34 @@ class AttachedServer(RunningServer):
     `make_plugin_folder` on its PYTHONPATH) and
 
         SGLANG_HS_DUMP_DIR=/dev/shm/dumps SGLANG_HS_LAYERS='[2, 30, 58]' python -m sglang.launch_server … \\
-            --disable-radix-cache --cuda-graph-backend-prefill disabled
+            --disable-radix-cache --cuda-graph-backend-prefill disabled --enforce-disable-flashinfer-allreduce-fusion
     """
 
     def __init__(self, url: str, dump_dir: Path | None, target: Target, capture: CaptureSpec | None):
         self.url, self.dump_dir = url.rstrip("/"), dump_dir
         self.client = Client(self.url, dump_dir)
         try:
+            self._identify(target, capture)
+        except BaseException:
+            self.client.close()
+            raise
+
+    def _identify(self, target: Target, capture: CaptureSpec | None) -> None:
+        """Raise `UserError` unless a live server of this target, with the wanted capture, answers."""
+        try:
             check_model_name(self.client, target)
         except httpx.HTTPError as error:
-            raise UserError(f"no SGLang server answers: {error}", url) from None
+            raise UserError(f"no SGLang server answers: {error}", self.url) from None
         if not self.client.is_healthy():
-            raise UserError("the server answers /model_info but does not generate", url)
-        if capture is not None:
-            if dump_dir is None:
-                raise UserError("a server that captures needs its dump folder", "server_dump_dirs")
-            self.handshake = check_handshake(dump_dir, capture, target, nonce=None)
-            self.pid = self.handshake["pid"]
-            if not psutil.pid_exists(self.pid):
-                raise UserError(f"the handshake is a dead server's (pid {self.pid})", str(dump_dir))
+            raise UserError("the server answers /model_info but does not generate", self.url)
+        if capture is None:
+            return
+        if self.dump_dir is None:
+            raise UserError("a server that captures needs its dump folder", "server_dump_dirs")
+        self.handshake = check_handshake(self.dump_dir, capture, target, nonce=None)
+        self.pid = self.handshake["pid"]
+        if not psutil.pid_exists(self.pid):
+            raise UserError(f"the handshake is a dead server's (pid {self.pid})", str(self.dump_dir))
 
 
 @contextmanager

@@ -25,18 +25,16 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.version import __version__ as sglang_version
 
-from .layers import BoundaryTap, UnsupportedModel, decoder_of, switch_on, switched_on
+from .layers import BoundaryTap, UnsupportedModel, switch_on, switched_on
 from .recorder import Forward, Recorder, boundaries_json
 from .rows import RID_PREFIX
+from .settings import CaptureRefused, refuse_unsafe, writing_rank
 from .staging import Staging
+from .transfer import DirectTransfer, StreamTransfer
 from .writer import Writer
 
 logger = logging.getLogger(__name__)
 _recorder: Recorder | None = None  # this process's, when it is a writing rank
-
-
-class CaptureRefused(RuntimeError):
-    """The server was started in a way that would corrupt what is captured."""
 
 
 def install() -> None:
@@ -74,33 +72,17 @@ def enable(_result: None, model_runner: Any) -> None:
     native = boundaries[0] > 0 and boundaries[-1] < num_layers and switch_on(model_runner.model, boundaries)
     if native and switched_on(model_runner.model) != boundaries:
         raise UnsupportedModel(f"{type(model_runner.model).__name__} keeps {switched_on(model_runner.model)}")
-    parallel = get_parallel()
-    if parallel.attn_tp_rank != 0 or parallel.attn_cp_rank != 0:
+    rank = writing_rank(get_parallel(), model_runner.dp_rank)
+    if rank is None:
         return
-    rank, num_writers = model_runner.dp_rank or 0, model_runner.server_args.dp_size
     tap = None if native else BoundaryTap(model_runner.model, num_layers, boundaries)
-    _recorder = _make_recorder(model_runner, boundaries, tap, num_writers)
+    _recorder = _make_recorder(model_runner, boundaries, tap)
     facts = handshake_facts(model_runner, boundaries, native)
     name = "handshake.json" if rank == 0 else f"handshake.{rank}.json"
     path = Path(os.environ["SGLANG_HS_DUMP_DIR"]) / name
     path.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
     path.with_suffix(".tmp").rename(path)
     logger.warning("[HS_DUMP] enabled: dump to %s, boundaries %s", path.parent, boundaries)
-
-
-def refuse_unsafe(server_args: Any) -> None:
-    """Raise `CaptureRefused` for settings under which rows are missing or not the model's own."""
-    reasons = {
-        "--pp-size > 1: the layers of earlier stages are elsewhere": server_args.pp_size > 1,
-        "the radix cache is on: cached rows are never computed (--disable-radix-cache)": (
-            not server_args.disable_radix_cache
-        ),
-        "speculative decoding is on: batches hold draft tokens": server_args.speculative_algorithm is not None,
-        "disaggregated prefill/decode": server_args.disaggregation_mode != "null",
-    }
-    found = [reason for reason, is_so in reasons.items() if is_so]
-    if found:
-        raise CaptureRefused("capture refuses to start: " + "; ".join(found))
 
 
 def before_forward(_cls: type, batch: Any, _model_runner: Any) -> None:
@@ -123,19 +105,10 @@ def around_logits(
         _recorder is not None
         and isinstance(logits_metadata, ForwardBatch)
         and logits_metadata.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
-        and logits_metadata.rids is not None
-        and logits_metadata.padded_static_len < 0
     ):
-        _recorder.record(
-            Forward(
-                logits_metadata.rids,
-                list(logits_metadata.extend_prefix_lens_cpu),
-                list(logits_metadata.extend_seq_lens_cpu),
-                input_ids,
-                hidden_states,
-                aux_hidden_states or [],
-            )
-        )
+        forward = Forward.of(logits_metadata, hidden_states, aux_hidden_states)
+        if forward is not None:
+            _recorder.record(forward)
     return original(self, input_ids, hidden_states, lm_head, logits_metadata, None, hidden_states_before_norm)
 
 
@@ -197,9 +170,9 @@ def _dump_dtype() -> torch.dtype:
     return getattr(torch, os.environ.get("SGLANG_HS_DTYPE", "bfloat16"))
 
 
-def _make_recorder(model_runner: Any, boundaries: list[int], tap: BoundaryTap | None, num_writers: int) -> Recorder:
+def _make_recorder(model_runner: Any, boundaries: list[int], tap: BoundaryTap | None) -> Recorder:
     """Staging is shared out evenly between the groups that write."""
-    environment = os.environ
+    environment, num_writers = os.environ, model_runner.server_args.dp_size
     on_gpu = str(model_runner.device).startswith("cuda")
     staging = Staging(
         max_bytes=int(environment.get("SGLANG_HS_MAX_BYTES", 4 << 30)) // num_writers,
@@ -207,7 +180,9 @@ def _make_recorder(model_runner: Any, boundaries: list[int], tap: BoundaryTap | 
         pin=on_gpu,
         wait_seconds=float(environment.get("SGLANG_HS_WAIT_SECONDS", 120)),
     )
-    writer = Writer(environment["SGLANG_HS_DUMP_DIR"], staging, int(environment.get("SGLANG_HS_WRITERS", 2)))
+    num_threads = int(environment.get("SGLANG_HS_WRITERS", 2))
+    device_id = torch.cuda.current_device() if on_gpu else None
+    writer = Writer(environment["SGLANG_HS_DUMP_DIR"], staging, num_threads, device_id)
     metadata = boundaries_json(boundaries) | {
         "nonce": environment.get("SGLANG_HS_NONCE", ""),
         "final": "post-norm",
@@ -216,9 +191,9 @@ def _make_recorder(model_runner: Any, boundaries: list[int], tap: BoundaryTap | 
     }
     num_layers = model_runner.model_config.hf_text_config.num_hidden_layers
     try:
-        decoder_of(model_runner.model, num_layers)
         all_tap = BoundaryTap(model_runner.model, num_layers, list(range(num_layers + 1)))
     except UnsupportedModel as error:
         logger.warning("[HS_DUMP] no dumps of every boundary: %s", error)
         all_tap = None
-    return Recorder(staging, writer, len(boundaries), metadata, _dump_dtype(), tap, all_tap)
+    transfer = StreamTransfer(torch.device("cuda", device_id)) if on_gpu else DirectTransfer()
+    return Recorder(staging, writer, len(boundaries), metadata, _dump_dtype(), tap, all_tap, transfer)

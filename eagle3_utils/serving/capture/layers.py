@@ -74,6 +74,9 @@ class BoundaryTap:
         decoder = decoder_of(model, num_layers)
         self.boundaries = sorted(boundaries)
         self._modules = {b: decoder.norm if b == num_layers else decoder.layers[b] for b in self.boundaries}
+        strange = [b for b, module in self._modules.items() if b < num_layers and not _names_its_input(module)]
+        if strange:
+            raise UnsupportedModel(f"{type(model).__name__}: layers {strange} do not name their input hidden_states")
         self._handles: list = []
         self._taken: dict[int, torch.Tensor] = {}
 
@@ -110,6 +113,10 @@ class BoundaryTap:
             self._taken[boundary] = hidden.clone() if residual is None else hidden + residual
 
         return take
+
+
+def _names_its_input(layer: nn.Module) -> bool:
+    return "hidden_states" in inspect.signature(layer.forward).parameters
 
 
 def _hidden_and_residual(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,9 +1,5 @@
 """Takes the rows of wanted requests out of each forward pass and sends them on their way to a file.
 
-On a GPU the rows are copied to page-locked memory on a side stream, so that the next forward does not wait for them;
-the device tensors are kept until an event says that the copies are done. On the CPU they are copied at once (`.cpu()`
-would be a view of a buffer that the next forward overwrites).
-
 N rows of a batch, T tokens of a request, L auxiliary layers, H hidden size.
 """
 
@@ -11,18 +7,18 @@ import json
 import logging
 import re
 import weakref
-from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .layers import BoundaryTap, UnsupportedModel
 from .rows import RID_PREFIX, GapError, Piece, RequestRows, place
 from .staging import Staging, StagingFull
+from .transfer import DirectTransfer, StreamTransfer
 from .writer import Writer
 
 logger = logging.getLogger(__name__)
-_MAX_PASSES_IN_FLIGHT = 4  # device memory held for copies; beyond it the scheduler waits for the oldest
 _SAFE_RID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -37,9 +33,28 @@ class Forward:
     final: torch.Tensor  # [≥ N, H], after the final norm
     aux: list[torch.Tensor]  # L tensors [≥ N, H]; empty when the tap takes them
 
+    @classmethod
+    def of(cls, batch: Any, final: torch.Tensor, aux: list[torch.Tensor] | None) -> "Forward | None":
+        """From SGLang's `ForwardBatch`; None for a batch without request ids (a graph's dummy, a warm-up).
+
+        Token ids are the batch's: multimodal classes (Kimi-K2.5, Qwen3-VL) run their language model on embeddings, and
+        hand its logits processor None for them (managers/mm_utils.py, `general_mm_embed_routine`).
+        """
+        if batch.rids is None or batch.padded_static_len >= 0:
+            return None
+        prefix_lens, extend_lens = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu)
+        return cls(batch.rids, prefix_lens, extend_lens, batch.input_ids, final, aux or [])
+
 
 class Recorder:
-    """One per writing rank. `tap` stands in for capture the model does not have; `all_tap` takes every boundary."""
+    """One per writing rank.
+
+    Parameters
+    ----------
+    num_aux : L. metadata : goes into every dump. dtype : of dumps; a model served in another one is rounded on its way.
+    tap : stands in for capture that the model does not have. all_tap : takes every boundary, for `hs-all-` requests.
+    transfer : how rows get into host memory.
+    """
 
     def __init__(
         self,
@@ -50,13 +65,13 @@ class Recorder:
         dtype: torch.dtype,
         tap: BoundaryTap | None = None,
         all_tap: BoundaryTap | None = None,
+        transfer: DirectTransfer | StreamTransfer | None = None,
     ):
         self.staging, self.writer, self.num_aux, self.metadata = staging, writer, num_aux, metadata
-        self.dtype = dtype  # of dumps; a model served in another one is rounded on its way out
+        self.dtype = dtype
         self.tap, self.all_tap = tap, all_tap
+        self.transfer = transfer or DirectTransfer()
         self._rows: weakref.WeakValueDictionary[str, RequestRows] = weakref.WeakValueDictionary()
-        self._in_flight: deque[tuple[torch.cuda.Event, tuple]] = deque()
-        self._stream: torch.cuda.Stream | None = None
 
     def begin(self, requests: list) -> None:
         """Before a forward: give each wanted request its rows, which live as long as the request object does."""
@@ -83,31 +98,23 @@ class Recorder:
 
     def record(self, forward: Forward) -> None:
         """Copy the wanted rows of a prefill pass; queue the requests that are complete with it."""
-        self._drop_finished_passes()
+        self.transfer.drop_finished()
         pieces = self._pieces(forward)
-        if not pieces:
-            return
-        tensors = self._tensors(forward, pieces)
+        tensors = self._tensors(forward, pieces) if pieces else None
+        for tap in filter(None, (self.tap, self.all_tap)):
+            tap.detach()  # also when what it took was not wanted after all
         if tensors is None:
             return
-        held, on_gpu = self._hold(tensors), forward.final.is_cuda
-        ready = None
+        held = self.transfer.hold(tensors, self.dtype)
         for rows, piece in pieces:  # one after the other: what is complete leaves room for what follows
             if not self._open(rows, held):
                 continue
-            if on_gpu:
-                with torch.cuda.stream(self._stream):
-                    _copy_piece(held, rows, piece)
-                    ready = torch.cuda.Event()
-                    ready.record()
-            else:
-                _copy_piece(held, rows, piece)
+            ready = self.transfer.copy(held, rows, piece)
             rows.num_filled = max(rows.num_filled, piece.position + piece.stop - piece.start)
             if rows.complete:
                 own = {"rid": rows.rid, "num_tokens": str(rows.num_tokens)}
                 self.writer.submit(rows, self.metadata | own, ready)
-        if ready is not None:
-            self._in_flight.append((ready, tuple(held.values())))
+        self.transfer.keep(held)
 
     def problem(self, request) -> str | None:
         """Why a finished request has no dump; None when its dump is there or on its way."""
@@ -152,18 +159,6 @@ class Recorder:
             return None
         return tensors
 
-    def _hold(self, tensors: dict) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """On a GPU: stack and cast, so that one request is one plain copy; clone what the next pass will overwrite."""
-        if not tensors["final"].is_cuda:
-            return tensors
-        device = tensors["final"].device
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        held = {name: torch.stack(value, 1) if isinstance(value, list) else value for name, value in tensors.items()}
-        held = {name: value.clone() if name == "input_ids" else value.to(self.dtype) for name, value in held.items()}
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return held
-
     def _open(self, rows: RequestRows, tensors: dict) -> bool:
         if rows.slab is not None:
             return True
@@ -181,24 +176,6 @@ class Recorder:
             rows.error = str(error)
             logger.error("[HS_DUMP] %s: %s", rows.rid, error)
         return rows.error is None
-
-    def _drop_finished_passes(self) -> None:
-        if len(self._in_flight) >= _MAX_PASSES_IN_FLIGHT:
-            self._in_flight[0][0].synchronize()
-        while self._in_flight and self._in_flight[0][0].query():
-            self._in_flight.popleft()
-
-
-def _copy_piece(tensors: dict, rows: RequestRows, piece: Piece) -> None:
-    """Rows of each tensor ([N, …], or a list of L tensors [N, H]) into their place in the request's slab."""
-    there = slice(piece.position, piece.position + piece.stop - piece.start)
-    for name, view in rows.views.items():
-        value = tensors[name]
-        if isinstance(value, list):
-            for number, layer in enumerate(value):
-                view[there, number].copy_(layer[piece.start : piece.stop])
-        else:
-            view[there].copy_(value[piece.start : piece.stop], non_blocking=True)
 
 
 def boundaries_json(boundaries: list[int]) -> dict[str, str]:

@@ -3,6 +3,10 @@
 When staging is full, `acquire` waits: the scheduler stands still and no row is lost. It gives up with `StagingFull`
 (which becomes the request's error) only when one dump is larger than the limit, or when nothing was taken for
 `wait_seconds`: then the reader of the dumps is gone.
+
+While the scheduler waits here, no answer leaves the server. A reader that takes a dump only after its request was
+answered must therefore keep less in flight than staging holds: else both wait for each other until `wait_seconds` are
+over. A reader that takes dumps as they appear may keep any number in flight.
 """
 
 import os
@@ -83,15 +87,18 @@ class Staging:
         with self._lock:
             while self._abandoned:
                 self._give_back(self._abandoned.popleft())
-            used = self._in_use_bytes + sum(self._on_disk.values())
-            if used + size <= self.max_bytes and self._in_use_bytes + size <= self.pool_bytes:
+            if self._fits(size):
                 return True
             self._on_disk = {path: n for path, n in self._on_disk.items() if os.path.exists(path)}
-            used = self._in_use_bytes + sum(self._on_disk.values())
-            if used + size <= self.max_bytes and self._in_use_bytes + size <= self.pool_bytes:
+            if self._fits(size):
                 return True
             # Only unfinished requests hold slabs: nothing will come back before this one gets on.
             return self._queued == 0 and not self._on_disk
+
+    def _fits(self, size: int) -> bool:
+        used = self._in_use_bytes + sum(self._on_disk.values())
+        in_pool = self._in_use_bytes + size <= self.pool_bytes or self._in_use_bytes == 0  # one larger than the pool
+        return used + size <= self.max_bytes and in_pool
 
     def _give_back(self, slab: torch.Tensor) -> None:
         self._in_use_bytes -= slab.numel()

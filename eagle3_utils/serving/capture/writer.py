@@ -30,10 +30,16 @@ class Job:
 
 
 class Writer:
-    """Threads that write dumps. `failure` is why the last one could not be written, or None."""
+    """Threads that write dumps. `failure` is why the last one could not be written, or None.
 
-    def __init__(self, dump_dir: str, staging: Staging, num_threads: int):
-        self.dump_dir, self.staging = dump_dir, staging
+    Parameters
+    ----------
+    device_id : the GPU whose copies fill the slabs. A new thread starts on GPU 0, and waiting for another GPU's event
+        there may make a context on it, some hundred megabytes for every rank.
+    """
+
+    def __init__(self, dump_dir: str, staging: Staging, num_threads: int, device_id: int | None = None):
+        self.dump_dir, self.staging, self.device_id = dump_dir, staging, device_id
         self.failure: str | None = None
         self.num_written = 0
         self._queue: queue.Queue[Job] = queue.Queue()
@@ -57,6 +63,8 @@ class Writer:
         return self.failure
 
     def _work(self) -> None:
+        if self.device_id is not None:
+            torch.cuda.set_device(self.device_id)
         while True:
             job = self._queue.get()
             path = None

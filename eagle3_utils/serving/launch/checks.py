@@ -7,12 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.serving.launch import gpus
 
 PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "eagle3_capture"
 _ASK = f"""
@@ -25,6 +27,9 @@ print(json.dumps({{"python": sys.version.split()[0], "sglang": version("sglang")
                   "plugin": {PLUGIN_NAME!r} in names, "plugins": sorted(set(names))}}))
 """
 
+_LEAST_DISK_BYTES = 100 << 20
+_FASTEST_START_SECONDS = 3.0  # Python and SGLang's imports alone take longer
+_FASTEST_LOAD_BYTES_PER_SECOND = 20e9  # several GPUs, from the page cache
 HIGHEST_PORT = 65535 - 10000  # SGLang's gRPC port is its port + 10000 (server_args.py)
 
 
@@ -70,9 +75,11 @@ def port_holder(port: int) -> str | None:
     """Who listens on a local TCP port, as "pid 123 (command)"; None when nobody does."""
     for connection in psutil.net_connections("tcp"):
         if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            if connection.pid is None:
+                return "a process that cannot be seen (of another user, or in another container)"
             try:
                 command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
-            except (psutil.Error, TypeError):
+            except psutil.Error:
                 return "a process of another user"
             return f"pid {connection.pid} ({command})"
     return None
@@ -87,6 +94,16 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         except OSError:
             return False
     return True
+
+
+def wait_for_port(port: int, seconds: float = 10.0) -> str | None:
+    """None once a port is free again, a moment after its server has ended; else who holds it."""
+    deadline = time.monotonic() + seconds
+    while not port_is_free(port):
+        if time.monotonic() > deadline:
+            return port_holder(port) or "a process that cannot be seen"
+        time.sleep(0.1)
+    return None
 
 
 def _free_port() -> int:
@@ -129,28 +146,38 @@ def check_memory(weight_bytes: int, device: str, num_gpus: int) -> None:
         if weight_bytes > available:
             raise UserError(f"{weight_bytes / 1e9:.1f} GB of weights, {available / 1e9:.1f} GB of memory available")
         return
-    free = gpu_free_bytes()
+    free = gpus.free_bytes()
     if len(free) < num_gpus:
         raise UserError(f"{num_gpus} GPUs asked for, {len(free)} here", "tp_size")
     if sum(sorted(free)[-num_gpus:]) < weight_bytes:
         raise UserError(f"{weight_bytes / 1e9:.1f} GB of weights, {sum(free) / 1e9:.1f} GB free on {len(free)} GPUs")
 
 
-def gpu_free_bytes() -> list[int]:
-    """Free memory of each GPU, asked of nvidia-smi so that no CUDA context is made here; [] without GPUs."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return [int(line) << 20 for line in answer.stdout.split() if line.isdigit()]
-
-
 def check_staging(folder: Path, max_bytes: int) -> None:
-    """Raise `UserError` when the dump folder cannot hold what staging may grow to."""
-    free = shutil.disk_usage(folder).free
+    """Raise `UserError` when the dump folder cannot hold what staging may grow to; /dev/shm counts as memory."""
+    free, where = shutil.disk_usage(folder).free, "are free"
+    if Path("/dev/shm") in folder.resolve().parents:
+        memory = psutil.virtual_memory().available
+        if memory < free:
+            free, where = memory, "of memory are available (/dev/shm is memory)"
     if free < max_bytes:
         raise UserError(
-            f"staging may hold {max_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            f"staging may hold {max_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB {where}",
             f"staging_dir: {folder}",
             "lower staging_max_bytes, or set staging_dir to a larger disk",
         )
+
+
+def check_disk(folder: Path) -> None:
+    """Raise `UserError` when there is no room for the server's log and the files the stage writes beside it."""
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_DISK_BYTES:
+        raise UserError(f"only {free / 1e6:.0f} MB are free on this disk", str(folder), "free some, or set run_dir")
+
+
+def suspicious_start(weight_bytes: int, seconds: float) -> str | None:
+    """A line when a server was ready sooner than it can have loaded its weights; None when there is nothing to say."""
+    fastest = _FASTEST_START_SECONDS + weight_bytes / _FASTEST_LOAD_BYTES_PER_SECOND
+    if seconds >= fastest:
+        return None
+    return f"suspicious: ready after {seconds:.1f} s with {weight_bytes / 1e9:.1f} GB of weights; is it another server?"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving.launch.checks import gpu_free_bytes
+from eagle3_utils.serving.launch import gpus
 from eagle3_utils.target import Target
 
 _CPU_MAX_TOTAL_TOKENS = 32_768  # KV cache slots; SGLang's own default takes most of a laptop's memory
 _RESERVED_POSITIONS = 16
+_WATCHDOG_SECONDS = 1800  # SGLang kills itself when one batch takes longer; capture may wait for room within a batch
 LONGER_CONTEXT_VARIABLE = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 _FORBIDDEN = {
     "--pp-size": "the layers of earlier pipeline stages are on other ranks",
     "--pipeline-parallel-size": "the layers of earlier pipeline stages are on other ranks",
     "--speculative-algorithm": "batches would hold draft tokens",
     "--enable-two-batch-overlap": "layers of a split batch are not handed out",
+    "--enable-pdmux": "a forward pass would be split into parts",
+    "--attn-cp-size": "a prompt's rows would lie on several ranks",
+    "--attention-context-parallel-size": "a prompt's rows would lie on several ranks",
+    "--flashinfer-allreduce-fusion-backend": "layers would hand out sums of one rank only",
+    "--enable-aiter-allreduce-fusion": "layers would hand out sums of one rank only",
     "--disaggregation-mode": "prefill and decode would be on different servers",
 }
 
@@ -26,10 +31,7 @@ def resolve_device(options: ServingOptions) -> str:
     """ "cpu" or "cuda": what `device: auto` means here."""
     if options.device != "auto":
         return options.device
-    try:
-        return "cuda" if gpu_free_bytes() else "cpu"
-    except (OSError, subprocess.TimeoutExpired):
-        return "cpu"
+    return "cuda" if gpus.free_bytes() else "cpu"
 
 
 def resolve_dtype(options: ServingOptions) -> str:
@@ -56,8 +58,7 @@ def server_command(
 ) -> list[str]:
     """The whole command line of a server on 127.0.0.1.
 
-    `extracting` adds what capture needs: no radix cache (cached rows are never computed) and no CUDA graphs (a prefill
-    graph replays without the hooks). `options.extra_server_args` and `extra` come last, so they win.
+    `extracting` adds `capture_flags`. `options.extra_server_args` and `extra` come last, so they win.
     """
     device = resolve_device(options)
     command = [python, "-m", "sglang.launch_server", "--model-path", str(target.path)]
@@ -92,12 +93,26 @@ def server_command(
     if target.trust_remote_code:
         command += ["--trust-remote-code"]
     if extracting:
-        command += ["--disable-radix-cache", "--disable-cuda-graph"]
-        context_length = longer_context(options, target)
-        if context_length:
-            command += ["--context-length", str(context_length)]
+        command += capture_flags(options, target)
         refuse_unsafe([*options.extra_server_args, *extra])
     return [*command, *options.extra_server_args, *extra]
+
+
+def capture_flags(options: ServingOptions, target: Target) -> list[str]:
+    """What a server that captures needs; nothing in it concerns the plugin.
+
+    No radix cache: cached rows are never computed. No CUDA graphs: a prefill graph replays without the hooks, and
+    nothing decodes. No all-reduce fusion: a captured layer's output would not be summed over ranks yet.
+    """
+    flags = ["--disable-radix-cache"]
+    flags += ["--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"]
+    flags += ["--watchdog-timeout", str(_WATCHDOG_SECONDS)]
+    if options.tp_size > 1:
+        flags += ["--enforce-disable-flashinfer-allreduce-fusion"]
+    context_length = longer_context(options, target)
+    if context_length:
+        flags += ["--context-length", str(context_length)]
+    return flags
 
 
 def longer_context(options: ServingOptions, target: Target) -> int | None:

@@ -1,15 +1,16 @@
-"""Kills a server when the process that launched it dies: `python guard.py PROCESS_GROUP`, with a pipe as stdin.
+"""Kills a server when the process that launched it dies: `python guard.py PROCESS_GROUP [DUMP_FOLDER]`, stdin a pipe.
 
 The pipe closes when the launcher ends, however it ends (a killed notebook kernel cannot clean up). If the launcher
 stopped the server itself it says so first. Standard library only; runs with `-S -E`, so it costs a few megabytes.
 """
 
+import glob
 import os
 import signal
 import sys
 import time
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 1.0
 
 
 def main() -> None:
@@ -22,8 +23,12 @@ def main() -> None:
         try:
             os.killpg(group, sign)
         except ProcessLookupError:
-            return
+            break
         time.sleep(pause)
+    for folder in sys.argv[2:]:  # dumps in /dev/shm are memory, and nobody will take them now
+        for pattern in ("hs-*", "handshake*"):
+            for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ _DUMP_PATTERNS = ("hs-*.safetensors", "hs-*.tmp", "hs-*.error", "handshake*.json
 def group_members(group: int) -> list[psutil.Process]:
     """Every live process of a process group."""
     members = []
-    for process in psutil.process_iter(["pid", "status"]):
+    for process in psutil.process_iter(["pid"]):
         try:
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if os.getpgid(process.pid) == group and _is_running(process):
                 members.append(process)
         except ProcessLookupError:
             continue
@@ -80,17 +80,19 @@ def shared_memory_files(pids: Iterable[int]) -> set[Path]:
 
 
 def _is_running(process: psutil.Process) -> bool:
+    """False for a zombie too, but not for a zombie leader whose threads still end: these hold files and ports."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return process.is_running()
+        return process.is_running() and process.num_threads() > 1
     except psutil.NoSuchProcess:
         return False
 
 
-def start_guard(group: int) -> subprocess.Popen:
-    """A process that kills the server's group when this one dies without having stopped it."""
-    return subprocess.Popen(
-        [sys.executable, "-S", "-E", guard.__file__, str(group)], stdin=subprocess.PIPE, start_new_session=True
-    )
+def start_guard(group: int, dump_dir: Path | None = None) -> subprocess.Popen:
+    """A process that kills the server's group, and clears its dumps, when this one dies without having stopped it."""
+    command = [sys.executable, "-S", "-E", guard.__file__, str(group), *([str(dump_dir)] if dump_dir else [])]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def remember(folder: Path, pid: int, nonce: str, command: list[str]) -> None:

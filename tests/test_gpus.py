@@ -1,0 +1,56 @@
+"""GPU memory seen through a stand-in for nvidia-smi: compared before and after, and what is missing is named."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from eagle3_utils.serving.launch import gpus
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Sets what `nvidia-smi` answers: free MiB of each GPU, and lines of compute processes."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\ncase "$1" in *memory.free*) cat {tmp_path}/free;; *) cat {tmp_path}/apps;; esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def answer(free_mib: list[int], apps: str = "") -> None:
+        (tmp_path / "apps").write_text(apps)
+        (tmp_path / "new").write_text("".join(f"{n}\n" for n in free_mib))
+        (tmp_path / "new").rename(tmp_path / "free")
+
+    return answer
+
+
+def test_free_memory_is_read_per_gpu(nvidia_smi):
+    nvidia_smi([1024, 2048])
+    assert gpus.free_bytes() == [GIB, 2 * GIB]
+
+
+def test_without_gpus_nothing_is_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert gpus.free_bytes() == [] and gpus.memory_not_returned([]) is None
+
+
+def test_memory_that_comes_back_is_waited_for(nvidia_smi, monkeypatch):
+    monkeypatch.setattr(gpus, "_POLL_SECONDS", 0.02)
+    nvidia_smi([1024, 80_000])
+    timer = threading.Timer(0.2, nvidia_smi, args=([79_900, 80_000],))
+    timer.start()
+    started = time.monotonic()
+    assert gpus.memory_not_returned([80_000 << 20, 80_000 << 20]) is None
+    assert time.monotonic() - started >= 0.15
+    timer.join()
+
+
+def test_memory_that_stays_away_is_named_with_its_gpu_and_who_is_there(nvidia_smi):
+    nvidia_smi([80_000, 40_000], "4711, 39000\n")
+    problem = gpus.memory_not_returned([80_000 << 20, 80_000 << 20], wait_seconds=0)
+    assert "39.1 GiB of GPU 1" in problem and "GPU 0" not in problem and "pid 4711 (39000 MiB)" in problem

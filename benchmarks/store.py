@@ -1,14 +1,17 @@
 """Reading and writing hidden states: this store beside one safetensors file and one `torch.save` file per sample.
 
-    .venv/bin/python benchmarks/store.py [--hidden 576] [--gib 1.0] [--folder outputs/bench]
+    .venv/bin/python benchmarks/store.py [--hidden 576] [--gib 1.0] [--folder outputs/bench-store]
 
 Every way ends with the sample's auxiliary and final states copied into a batch buffer, as training does. "cold" drops
-the files' pages from the page cache first (posix_fadvise; the disk's own cache stays). Best of three passes.
+the files' pages from the page cache first (posix_fadvise; the disk's own cache stays). The passes of all ways are
+interleaved, so that a slow moment of the machine hits all of them: rates are the best of the rounds, ratios the median
+over the rounds. At the end: how fast a core encodes and decodes, and how fast `verify --deep` reads.
 """
 
 import argparse
 import os
 import shutil
+import statistics
 import time
 from pathlib import Path
 
@@ -16,7 +19,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3_utils.states.codec import decode, encode
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
 
 NUM_AUX = 3
@@ -102,19 +107,20 @@ class PlainFile:
     def __init__(self, folder: Path):
         self.folder = folder / "plain"
 
-    def write(self, num_bytes: int) -> None:
+    def write(self, samples: list[Sample]) -> None:
         self.folder.mkdir(parents=True)
-        block = os.urandom(1 << 23)
-        with open(self.folder / "bytes", "wb") as file:
-            for _ in range(num_bytes >> 23):
-                file.write(block)
+        with open(self.folder / "bytes", "wb", buffering=0) as file:
+            for sample in samples:
+                for states in (sample.aux, sample.final):
+                    file.write(memoryview(states.view(torch.uint8).numpy()).cast("B"))
 
-    def read_all(self) -> int:
-        buffer, total = memoryview(bytearray(1 << 23)), 0
+    def open(self) -> None:
+        self.buffer = memoryview(bytearray(1 << 23))
+
+    def read_all(self) -> None:
         with open(self.folder / "bytes", "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                total += count
-        return total
+            while file.readinto(self.buffer):
+                pass
 
 
 def drop_pages(folder: Path) -> None:
@@ -139,48 +145,84 @@ def read_pass(way, order: np.ndarray, aux_buffer: torch.Tensor, final_buffer: to
         final_buffer[: len(final)].copy_(final)
 
 
-def best_seconds(way, order: np.ndarray, buffers, cold: bool) -> float:
-    seconds = []
-    for _ in range(3):
+def write_all(ways: list, hidden: int, total_bytes: int) -> tuple[int, int]:
+    """Write the same samples in every way; returns their number and their bytes. They are not kept in memory."""
+    samples = make_samples(hidden, total_bytes)
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    num_bytes = tokens * 2 * hidden * (NUM_AUX + 1)
+    print(f"{len(samples)} samples, {tokens:,} tokens, hidden {hidden}, {num_bytes / 2**30:.2f} GiB of states")
+    for way in ways:
+        seconds = timed(lambda way=way: (way.write(samples), drop_pages(way.folder)))
+        print(f"{way.name:26}write and sync {num_bytes / seconds / 1e9:8.2f} GB/s")
+    print_codec(samples)
+    return len(samples), num_bytes
+
+
+def read_rounds(ways: list, order: np.ndarray, buffers, num_rounds: int) -> dict[tuple, list[float]]:
+    """Seconds of every pass: {(name, cold or warm, sequential or random): one figure per round}."""
+    shuffled, seconds = np.random.default_rng(1).permutation(order), {}
+    for way in ways:  # into the page cache; a cold pass leaves it full as well
         way.open()
-        if cold:
-            drop_pages(way.folder)
-        seconds.append(timed(lambda: read_pass(way, order, *buffers)))
-    return min(seconds)
+        way.read_all() if isinstance(way, PlainFile) else read_pass(way, order, *buffers)
+    for _ in range(num_rounds):
+        for state in ("warm", "cold"):
+            for sequence in ("sequential", "random"):
+                for way in ways:
+                    if isinstance(way, PlainFile) and sequence == "random":
+                        continue
+                    way.open()
+                    if state == "cold":
+                        drop_pages(way.folder)
+                    chosen = order if sequence == "sequential" else shuffled
+                    plain = isinstance(way, PlainFile)
+                    work = way.read_all if plain else lambda way=way, o=chosen: read_pass(way, o, *buffers)
+                    seconds.setdefault((way.name, state, sequence), []).append(timed(work))
+    return seconds
+
+
+def print_reads(seconds: dict[tuple, list[float]], num_bytes: int) -> None:
+    """One row per way and kind of pass: best rate, and the median ratio of its time to what it is compared with."""
+    print(f"\n{'':26}{'':18}{'GB/s':>8}  compared with")
+    for (name, state, sequence), values in seconds.items():
+        other = SafetensorsFiles.name if sequence == "random" else PlainFile.name
+        base = seconds[other, state, sequence]
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(values, base, strict=True))
+        note = f"{ratio:.2f} x the time" if sequence == "random" else f"{1 / ratio:.2f} x the rate"
+        print(f"{name:26}{state + ' ' + sequence:18}{num_bytes / min(values) / 1e9:8.2f}  {note} of {other}")
+
+
+def print_codec(samples: list[Sample]) -> None:
+    """GB/s of bf16 that one core turns into fp8 and back (processor time, best of three)."""
+    states = [sample.aux for sample in samples[:32]]
+    stored = [encode(aux, "fp8") for aux in states]
+    num_bytes, best = sum(aux.nbytes for aux in states), {}
+    for _ in range(3):
+        for name, work in (
+            ("encode fp8", lambda: [encode(aux, "fp8") for aux in states]),
+            ("decode fp8", lambda: [decode(*pair) for pair in stored]),
+        ):
+            started = time.process_time()
+            work()
+            best[name] = min(best.get(name, 1e9), time.process_time() - started)
+    print("\n" + ", ".join(f"{name} {num_bytes / seconds / 1e9:.2f} GB/s per core" for name, seconds in best.items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench-store"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shutil.rmtree(arguments.folder, ignore_errors=True)
-    samples = make_samples(arguments.hidden, int(arguments.gib * 2**30))
-    tokens = sum(len(sample.input_ids) for sample in samples)
-    num_bytes = tokens * 2 * arguments.hidden * (NUM_AUX + 1)
-    print(
-        f"{len(samples)} samples, {tokens:,} tokens, hidden {arguments.hidden}, {num_bytes / 2**30:.2f} GiB of states"
-    )
+    ways = [kind(arguments.folder, arguments.hidden) for kind in (Store, SafetensorsFiles, TorchFiles)]
+    ways.append(PlainFile(arguments.folder))
+    num_samples, num_bytes = write_all(ways, arguments.hidden, int(arguments.gib * 2**30))
     buffers = (torch.empty(4096, NUM_AUX, arguments.hidden).bfloat16(), torch.empty(4096, arguments.hidden).bfloat16())
-    order = np.arange(len(samples))
-    shuffled = np.random.default_rng(1).permutation(order)
-    print(f"{'GB/s':24}{'write':>8}{'sequential':>12}{'random':>8}{'seq. cold':>11}{'random cold':>13}")
-    for kind in (Store, SafetensorsFiles, TorchFiles):
-        way = kind(arguments.folder, arguments.hidden)
-        rates = [num_bytes / timed(lambda way=way: (way.write(samples), drop_pages(way.folder)))]
-        for cold in (False, True):
-            for sequence in (order, shuffled):
-                rates.append(num_bytes / best_seconds(way, sequence, buffers, cold))
-        write, sequential, random, cold_sequential, cold_random = (rate / 1e9 for rate in rates)
-        print(f"{way.name:24}{write:8.2f}{sequential:12.2f}{random:8.2f}{cold_sequential:11.2f}{cold_random:13.2f}")
-        shutil.rmtree(way.folder)
-    plain = PlainFile(arguments.folder)
-    plain.write(num_bytes)
-    warm = min(timed(plain.read_all) for _ in range(3))
-    cold = min(timed(lambda: (drop_pages(plain.folder), plain.read_all())) for _ in range(3))
-    print(f"{plain.name:24}{'':8}{num_bytes / warm / 1e9:12.2f}{'':8}{num_bytes / cold / 1e9:11.2f}")
+    print_reads(read_rounds(ways, np.arange(num_samples), buffers, arguments.rounds), num_bytes)
+    seconds = timed(lambda: verify_store(ways[0].folder, deep=True).require())
+    print(f"\nverify --deep {num_bytes / seconds / 1e9:.2f} GB/s with {len(os.sched_getaffinity(0))} cores")
     shutil.rmtree(arguments.folder)
 
 

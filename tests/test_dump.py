@@ -18,7 +18,7 @@ def test_staging_too_small_for_the_longest_sample_is_refused(tmp_path):
     with pytest.raises(UserError, match="staging_max_bytes"):
         share_staging([tmp_path], long, META, tiny)
     held, tokens = share_staging([tmp_path], make_records(3), META, tiny)
-    assert held == (1 << 20) // 4 and tokens == 300
+    assert held == (1 << 20) // 6 and tokens == 300
 
 
 def test_ids_that_differ_only_in_odd_characters_get_different_files():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fake_capture import HIDDEN, FakeServer, make_records, states_of
+from small_disk import small_disk
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
@@ -151,6 +152,20 @@ def test_stops_before_the_disk_is_full(tmp_path):
         with pytest.raises(UserError, match="stopped before the disk is full") as stop:
             extract([server], make_records(50), tmp_path / "store", META, config)
         assert "resumes" in str(stop.value) and staged(server) == []
+
+
+def test_on_a_disk_that_is_full_whole_shards_stay_and_with_more_room_it_goes_on(tmp_path):
+    records, store = make_records(120), tmp_path / "disk" / "store"
+    config = CONFIG.model_copy(update={"staging_max_bytes": 1 << 20})
+    with small_disk(tmp_path / "disk", 330) as resize, FakeServer(tmp_path / "dumps") as server:
+        with pytest.raises(UserError, match="disk full") as stop:
+            extract([server], records, store, META, config)
+        assert "resumes" in str(stop.value) and staged(server) == []
+        stored = len(StoreReader(store))
+        assert 0 < stored < 120 and verify_store(store, deep=True).ok and not list(store.glob("*.tmp"))
+        resize(8 << 10)
+        assert extract([server], records, store, META, config).num_resumed == stored
+        check_store(store, records)
 
 
 def test_an_interrupt_keeps_what_has_arrived(tmp_path):

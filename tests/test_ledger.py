@@ -1,7 +1,10 @@
+import shutil
 import sqlite3
 
 import pytest
+from small_disk import small_disk
 
+from eagle3_utils.errors import UserError
 from eagle3_utils.states.shards.ledger import Ledger
 
 
@@ -71,3 +74,19 @@ def test_runs_add_up(ledger):
     ledger.note_run("x", 300, 5.0)  # the same run, further on
     ledger.note_run("y", 50, 1.0)
     assert ledger.run_totals() == (2, 350, 6.0)
+
+
+def test_a_full_disk_is_named_and_nothing_committed_is_lost(tmp_path):
+    rows = [row(f"s{number:05d}", number) for number in range(2000)]
+    with small_disk(tmp_path / "disk", 400):
+        with Ledger(tmp_path / "disk" / "ledger.sqlite") as ledger:
+            ledger.commit_shard(0, 10, rows[:10])
+            (tmp_path / "disk" / "ballast").write_bytes(bytes(shutil.disk_usage(tmp_path / "disk").free))
+            with pytest.raises(UserError, match="disk full"):
+                ledger.commit_shard(1, 10, rows[10:])
+        with Ledger(tmp_path / "disk" / "ledger.sqlite", read_only=True) as ledger:
+            assert ledger.counts()["done"] == 10
+        (tmp_path / "disk" / "ballast").unlink()
+        with Ledger(tmp_path / "disk" / "ledger.sqlite") as ledger:
+            ledger.commit_shard(1, 10, rows[10:20])
+            assert ledger.counts()["done"] == 20

@@ -14,6 +14,7 @@ FIGURES = {
     "bytes_per_second": 4.5e6,
     "eta_seconds": 150.0,
     "staged_bytes": 3 << 20,
+    "staging_max_bytes": 4 << 30,
     "disk_free_bytes": 70 << 30,
     "servers_alive": 1,
 }
@@ -22,7 +23,7 @@ FIGURES = {
 def test_the_line_says_samples_rates_eta_staging_disk_and_failures():
     assert progress_line("train", FIGURES) == (
         "train: 1,200/5,000 samples · 1,010 tokens/s now, 980 mean · 0.004 GB/s · ETA 2.5 min · "
-        "staged 3 MiB · 70 GiB free · 1 failed, 2 retried"
+        "staged 3 MiB of 4 GiB · 70 GiB free · 1 failed, 2 retried"
     )
     assert "ETA unknown" in progress_line("train", FIGURES | {"eta_seconds": None})
 

@@ -4,6 +4,7 @@ import torch
 from fake_capture import HIDDEN, make_records, states_of, store_meta
 
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.sample import select_rows
 from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import Sample, StoreWriter
 
@@ -19,6 +20,15 @@ def test_a_sample_without_supervised_rows_is_stored(tmp_path):
         writer.add(Sample("a", np.array([1, 2], np.int32), np.array([1, 0], np.uint8), aux, final))
     assert StoreReader(tmp_path).read(0).final.shape == (0, HIDDEN)
     assert verify_store(tmp_path, deep=True).ok
+
+
+def test_rows_side_by_side_are_taken_without_a_copy():
+    states = torch.arange(12).reshape(6, 2).bfloat16()
+    for wanted in ([0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0] * 6, [0, 0, 0, 0, 0, 1]):
+        mask = np.array(wanted, bool)
+        assert torch.equal(select_rows(states, mask), states[torch.from_numpy(mask)])
+    run = select_rows(states, np.array([0, 0, 1, 1, 1, 0], bool))
+    assert run.data_ptr() == states[2].data_ptr()
 
 
 def test_compact_codec_takes_at_most_045_of_bf16(tmp_path):

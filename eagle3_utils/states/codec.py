@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.shards.fp8 import count_not_finite_fp8, from_fp8, to_fp8
 
 CODECS = ("bf16", "fp8")
 FINALS = ("all", "supervised")
-FP8_MAX = 448.0  # largest finite float8 e4m3
 
 
 def supervised_rows(loss_mask: np.ndarray) -> np.ndarray:
@@ -36,19 +36,14 @@ def encode(states: torch.Tensor, codec: str) -> tuple[np.ndarray, np.ndarray | N
     """
     if codec == "bf16":
         return states.contiguous().view(torch.uint16).numpy(), None
-    values = states.float()
-    largest = values.abs().amax(dim=-1)
-    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
-    quantised = (values / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    return quantised.view(torch.uint8).numpy(), scale.numpy()
+    return to_fp8(states)
 
 
 def decode(stored: np.ndarray, scale: np.ndarray | None) -> torch.Tensor:
     """Turn stored bits back into bf16 [..., H]. Without a scale the result shares memory with `stored`."""
     if scale is None:
         return torch.from_numpy(stored).view(torch.bfloat16)
-    values = torch.from_numpy(stored).view(torch.float8_e4m3fn).float()
-    return values.mul_(torch.from_numpy(np.ascontiguousarray(scale)).unsqueeze(-1)).bfloat16()
+    return from_fp8(stored, scale)
 
 
 def round_trip(states: torch.Tensor, codec: str) -> torch.Tensor:
@@ -67,6 +62,11 @@ def count_not_finite(states: torch.Tensor) -> int:
     if bits.view(np.int16).max() < 0x7F80 and bits.max() < 0xFF80:
         return 0
     return int((~torch.isfinite(states)).sum())
+
+
+def count_not_finite_stored(stored: np.ndarray, scale: np.ndarray | None) -> int:
+    """Number of values, as stored, that a reader would get as NaN or infinite."""
+    return count_not_finite(decode(stored, None)) if scale is None else count_not_finite_fp8(stored, scale)
 
 
 @dataclass

@@ -9,7 +9,7 @@ Legend: T tokens in the batch, S samples, L auxiliary layers, H hidden, M rows w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
@@ -37,6 +37,7 @@ class PackedBatch:
     final_index: torch.Tensor  # int64 [T], row of `final`, or -1
     sample_ids: list[str]
     sources: list[str]  # per sample
+    embeds: torch.Tensor | None = None  # [T, H] of `input_ids`, when a `prepare` looked them up
 
     @property
     def num_tokens(self) -> int:
@@ -44,8 +45,15 @@ class PackedBatch:
 
     def to(self, device, **kwargs) -> PackedBatch:
         """The same batch with its tensors on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device, **kwargs) for k, v in moved.items() if torch.is_tensor(v)})
+        return replace(self, **{name: tensor.to(device, **kwargs) for name, tensor in self._tensors().items()})
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory, from which copies to a GPU run beside its work."""
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if torch.is_tensor(value)}
 
 
 def pack(lengths: np.ndarray, max_tokens: int, rng: np.random.Generator) -> list[list[int]]:
@@ -72,13 +80,15 @@ def pack(lengths: np.ndarray, max_tokens: int, rng: np.random.Generator) -> list
     return [batches[number] for number in rng.permutation(len(batches))]
 
 
-def even_out(batches: list[list[int]], num_ranks: int) -> list[list[int]]:
-    """Split batches until their number is a multiple of `num_ranks`, so that no sample is dropped or repeated."""
+def even_out(batches: list[list[int]], multiple_of: int) -> list[list[int]]:
+    """Split batches until their number is a multiple of `multiple_of`, so that no sample is dropped or repeated."""
     batches = [list(batch) for batch in batches]
-    while len(batches) % num_ranks:
+    while len(batches) % multiple_of:
         largest = max(range(len(batches)), key=lambda number: len(batches[number]))
         if len(batches[largest]) < 2:
-            raise UserError(f"too few samples for {num_ranks} ranks", fix="use fewer ranks or more samples")
+            raise UserError(
+                f"too few samples for {multiple_of} batches", fix="use fewer batches or ranks, more samples"
+            )
         half = len(batches[largest]) // 2
         batches.append(batches[largest][half:])
         batches[largest] = batches[largest][:half]
@@ -92,8 +102,11 @@ class PackedDataset:
     ----------
     max_tokens : tokens per batch, at most; no sample may be longer (`UserError`).
     seed, rank, num_ranks : every rank gets the same number of batches, from one plan made of seed and epoch.
+    multiple_of : of what an epoch's batches are a multiple; with the same number, any number of ranks that divides it
+        shares the same batches. Default: num_ranks.
     shuffle : false for validation: the same order in every epoch.
     prefetch : batches read ahead by a background thread.
+    prepare : called there with every batch; what it returns is handed out.
     """
 
     def __init__(
@@ -105,9 +118,12 @@ class PackedDataset:
         num_ranks: int = 1,
         shuffle: bool = True,
         prefetch: int = 2,
+        multiple_of: int | None = None,
+        prepare: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
     ):
         self.reader, self.max_tokens, self.seed = reader, max_tokens, seed
-        self.rank, self.num_ranks, self.shuffle, self.prefetch = rank, num_ranks, shuffle, prefetch
+        self.rank, self.num_ranks, self.shuffle = rank, num_ranks, shuffle
+        self.prefetch, self.prepare, self.multiple_of = prefetch, prepare, multiple_of or num_ranks
         if len(reader) == 0:
             raise UserError("the store holds no samples", str(reader.folders[0]), "run stage 03 first")
         longest = int(reader.lengths.argmax())
@@ -120,7 +136,8 @@ class PackedDataset:
     def plan(self, epoch: int) -> list[list[int]]:
         """This rank's batches of an epoch, as lists of reader indices."""
         rng = np.random.default_rng([self.seed, epoch if self.shuffle else 0])
-        return even_out(pack(self.reader.lengths, self.max_tokens, rng), self.num_ranks)[self.rank :: self.num_ranks]
+        batches = even_out(pack(self.reader.lengths, self.max_tokens, rng), self.multiple_of)
+        return batches[self.rank :: self.num_ranks]
 
     def num_batches(self, epoch: int) -> int:
         """Batches of this rank in an epoch (the same for every rank; it may differ by a few between epochs)."""
@@ -130,19 +147,22 @@ class PackedDataset:
         """The batches of an epoch from number `start` on."""
         plan = self.plan(epoch)[start:]
         if self.prefetch == 0:
-            yield from map(self.load, plan)
+            yield from map(self._load_prepared, plan)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="batch-reader") as pool:
-            waiting = [pool.submit(self.load, indices) for indices in plan[: self.prefetch]]
+            waiting = [pool.submit(self._load_prepared, indices) for indices in plan[: self.prefetch]]
             try:
                 for number in range(len(plan)):
                     batch = waiting.pop(0).result()
                     if number + self.prefetch < len(plan):
-                        waiting.append(pool.submit(self.load, plan[number + self.prefetch]))
+                        waiting.append(pool.submit(self._load_prepared, plan[number + self.prefetch]))
                     yield batch
             finally:
                 for future in waiting:
                     future.cancel()
+
+    def _load_prepared(self, indices: list[int]) -> PackedBatch:
+        return self.prepare(self.load(indices))
 
     def load(self, indices: list[int]) -> PackedBatch:
         """Read the given samples into one batch (one copy: from the memory map into the batch)."""

@@ -15,13 +15,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-import httpx
+import torch
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.extraction.connection import Connection, ServerBrokeOff, ServerUnreachable, generate_body
 from eagle3_utils.states.extraction.dump import (
     BadDump,
     file_name_of,
@@ -95,6 +97,11 @@ class _Run:
         shortest = min((len(record.input_ids) for record in missing), default=1)
         self.num_threads = min(MAX_THREADS, max(1, max_tokens // shortest), max(1, len(missing)))
         self.token = os.urandom(4).hex()  # tells this run's dumps from those of a dead one
+        self.connections = [
+            Connection(worker.url, config.request_timeout_seconds)
+            for _ in range(self.num_threads)
+            for worker in workers
+        ]
         self._counting = threading.Lock()
         self._error: Exception | None = None
         self._started = time.monotonic()
@@ -102,29 +109,33 @@ class _Run:
 
     def run(self) -> ExtractReport:
         sweep(self.dump_dirs)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.num_threads * len(self.workers))
-        with httpx.Client(timeout=self.config.request_timeout_seconds, limits=limits, trust_env=False) as client:
-            threads = [
-                threading.Thread(target=self._serve, args=(worker, client), daemon=True)
-                for _ in range(self.num_threads)
-                for worker in self.workers
-            ]
+        places = zip(self.workers * self.num_threads, self.connections, strict=True)
+        with one_torch_thread():
+            threads = [threading.Thread(target=self._serve, args=place, daemon=True) for place in places]
             for thread in threads:
                 thread.start()
             try:
                 self._watch(threads)
             finally:
-                self.pool.stop()
-                deadline = time.monotonic() + STOP_PATIENCE_SECONDS
-                for thread in threads:
-                    thread.join(max(0.0, deadline - time.monotonic()))
-                if self._error is None:  # what has arrived is stored, also when the run is interrupted
-                    self.writer.flush()
-                    self._finish_report()
-                    self.writer.close()
-                sweep(self.dump_dirs)
+                self._end(threads)
         self.progress(self._figures())
         return self.report
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        """Let requests in flight arrive, store what has, and leave the dump folders clean."""
+        self.pool.stop()
+        deadline = time.monotonic() + STOP_PATIENCE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for connection in self.connections:
+            connection.abandon()
+        try:
+            if self._error is None:  # what has arrived is stored, also when the run is interrupted
+                self.writer.flush()
+                self._finish_report()
+                self.writer.close()
+        finally:
+            sweep(self.dump_dirs)
 
     def _finish_report(self) -> None:
         report = self.report
@@ -165,51 +176,46 @@ class _Run:
                 "see the server's log, then start the stage again: it resumes",
             )
 
-    def _serve(self, worker: Worker, client: httpx.Client) -> None:
+    def _serve(self, worker: Worker, connection: Connection) -> None:
         """One thread: takes tasks for one server until there are none."""
         try:
             while (task := self.pool.take(worker)) is not None:
-                self._extract_one(worker, task, client)
+                self._extract_one(worker, task, connection)
         except Exception as error:  # noqa: BLE001 handed to the main thread, which raises it
             if not self.pool.stopped:
                 self._error = error
 
-    def _extract_one(self, worker: Worker, task: Task, client: httpx.Client) -> None:
+    def _extract_one(self, worker: Worker, task: Task, connection: Connection) -> None:
         rid = f"hs-{self.token}-{file_name_of(task.record.id)}-{task.attempts}"
         path = worker.dump_dir / f"{rid}.safetensors"
         try:
-            self._ask(worker, task, client, rid)
+            self._ask(task, connection, rid)
             wait_for(path)
             dump = read_dump(path)
             sample = take_sample(dump, task.record, rid, self.writer.meta, worker.nonce)
-        except httpx.TransportError as error:
+        except (ServerUnreachable, ServerBrokeOff) as error:
             path.unlink(missing_ok=True)
-            unanswered = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            given_up = self.pool.server_failed(worker, task, blame_sample=not unanswered)
-            self._count_failure(task, f"{type(error).__name__}: {error}", given_up)
+            given_up = self.pool.server_failed(worker, task, blame_sample=isinstance(error, ServerBrokeOff))
+            self._count_failure(task, str(error), given_up)
             return
         except BadDump as error:
             path.unlink(missing_ok=True)
             self._count_failure(task, str(error), self.pool.sample_failed(worker, task))
             return
-        self.writer.add(sample, path.unlink, dump.num_bytes, checked=True)
+        release = partial(path.unlink, missing_ok=True)  # a server that stops empties its folder
+        self.writer.add(sample, release, dump.num_bytes, checked=True)
         with self._counting:
             self.report.num_samples += 1
             self.report.num_tokens += task.num_tokens
         self.pool.stored(worker, task)
 
-    def _ask(self, worker: Worker, task: Task, client: httpx.Client, rid: str) -> None:
-        body = {
-            "rid": rid,
-            "input_ids": [int(token) for token in task.record.input_ids],
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-        }
+    def _ask(self, task: Task, connection: Connection, rid: str) -> None:
         try:
-            response = client.post(f"{worker.url}/generate", json=body)
-        except httpx.ReadTimeout:
+            status, content = connection.post("/generate", generate_body(rid, task.record.input_ids))
+        except TimeoutError:
             raise BadDump(f"no answer within {self.config.request_timeout_seconds:.0f} s") from None
-        if response.status_code != 200:
-            raise BadDump(f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}")
+        if status != 200:
+            raise BadDump(f"HTTP {status}: {' '.join(content.decode(errors='replace').split())[:300]}")
 
     def _count_failure(self, task: Task, reason: str, given_up: bool) -> None:
         with self._counting:
@@ -237,9 +243,21 @@ class _Run:
             "bytes_per_second": self.writer.stored_bytes / max(1e-9, now - self._started),
             "eta_seconds": left / mean if mean and left else 0.0 if not left else None,
             "staged_bytes": self.writer.held_bytes,
+            "staging_max_bytes": self.config.staging_max_bytes,
             "disk_free_bytes": shutil.disk_usage(self.writer.folder).free,
             "servers_alive": sum(not worker.dead for worker in self.workers),
         }
+
+
+@contextmanager
+def one_torch_thread():
+    """Threads started within use one core each: small tensor operations of many threads would fight for all cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _attach(server, stack: ExitStack) -> Worker:

@@ -10,7 +10,7 @@ from eagle3_utils.errors import UserError
 from eagle3_utils.states.codec import supervised_rows
 
 INDEX_BYTES_PER_TOKEN = 4 + 1 + 1  # input_ids, loss_mask, final_rows
-STAGING_SHARES = 5  # one for dumps in flight, the rest for two shards' dumps and host buffers
+STAGING_SHARES = 5  # one for dumps in flight, the rest for dumps of open shards and host buffers
 INDEX_BYTES_PER_SAMPLE = 200  # id, source, offsets, checksum in the shard; a row in the ledger
 
 

@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 import time
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import xxhash
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes
-from eagle3_utils.states.store import Sample, StoreMeta
+from eagle3_utils.states.store import NUM_OPEN_SHARDS, Sample, StoreMeta
 
 _DTYPES = {"BF16": torch.bfloat16, "I64": torch.int64}
 _MAX_HEADER_BYTES = 1 << 20
@@ -85,7 +86,7 @@ def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None
         raise BadDump(f"the dump was left by another server (nonce {said.get('nonce')})")
     if "layers" in said and json.loads(said["layers"]) != list(meta.aux_layers):
         raise BadDump(f"the dump holds layers {said['layers']}, not {list(meta.aux_layers)}")
-    wanted = np.asarray(record.input_ids, dtype=np.int64)
+    wanted = np.frombuffer(array("q", record.input_ids), dtype=np.int64)
     if len(dump.input_ids) != len(wanted):
         raise BadDump(f"{len(dump.input_ids)} tokens came back, {len(wanted)} were sent")
     if (different := np.flatnonzero(dump.input_ids != wanted)).size:
@@ -94,7 +95,7 @@ def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None
         id=record.id,
         source=record.source,
         input_ids=wanted.astype(np.int32),
-        loss_mask=np.asarray(record.loss_mask, dtype=np.uint8),
+        loss_mask=np.frombuffer(bytes(record.loss_mask), dtype=np.uint8),
         aux=dump.aux,
         final=dump.final,
     )
@@ -114,7 +115,7 @@ def wait_for(path: Path) -> None:
     note, deadline, pause = path.with_suffix(".error"), time.monotonic() + DUMP_PATIENCE_SECONDS, 0.001
     while not path.exists():
         if note.exists():
-            reason = note.read_text()[:300]
+            reason = _reason_in(note.read_text())
             note.unlink(missing_ok=True)
             raise BadDump(f"the server could not write the dump: {reason}")
         if time.monotonic() > deadline:
@@ -123,11 +124,18 @@ def wait_for(path: Path) -> None:
         pause = min(0.02, pause * 1.5)
 
 
+def _reason_in(note: str) -> str:
+    try:
+        return json.loads(note)["error"][:300]
+    except (ValueError, KeyError, TypeError):
+        return note[:300]  # cut off, or of another plugin
+
+
 def share_staging(dump_dirs: list[Path], records: list, meta, config) -> tuple[int, int]:
     """Split the staging area between dumps in flight and dumps held until their shard is closed.
 
-    Returns (bytes of dumps a shard may hold, tokens in flight per server). Two shards may hold dumps at a time (one
-    is written while the next fills), and a dump in flight may exist as a host buffer and as a file.
+    Returns (bytes of dumps a shard may hold, tokens in flight per server). Some shards are written while the
+    next fills, and all hold dumps; a dump in flight may exist as a host buffer and as a file.
     Raises `UserError` when the longest sample does not fit.
     """
     free = min(shutil.disk_usage(dump_dir).free for dump_dir in dump_dirs)
@@ -141,7 +149,7 @@ def share_staging(dump_dirs: list[Path], records: list, meta, config) -> tuple[i
             str(dump_dirs[0]),
             f"set staging_max_bytes to {STAGING_SHARES * longest} or more, on a staging_dir with that much room",
         )
-    return staging // 4, min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
+    return staging // (2 * NUM_OPEN_SHARDS), min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
 
 
 def sweep(dump_dirs: list[Path], keep: str | None = None) -> None:

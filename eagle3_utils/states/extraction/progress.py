@@ -44,6 +44,7 @@ def progress_line(name: str, figures: dict) -> str:
         f"{name}: {figures['done']:,}/{figures['total']:,} samples · "
         f"{figures['tokens_per_second_now']:,.0f} tokens/s now, {figures['tokens_per_second']:,.0f} mean · "
         f"{figures['bytes_per_second'] / 1e9:.3f} GB/s · ETA {'unknown' if eta is None else f'{eta / 60:.1f} min'} · "
-        f"staged {format_bytes(figures['staged_bytes'])} · {format_bytes(figures['disk_free_bytes'])} free · "
+        f"staged {format_bytes(figures['staged_bytes'])} of {format_bytes(figures['staging_max_bytes'])} · "
+        f"{format_bytes(figures['disk_free_bytes'])} free · "
         f"{figures['failed']} failed, {figures['retries']} retried"
     )

@@ -6,10 +6,16 @@ shards (`store.recover`), because they carry the ids and checksums themselves.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from eagle3_utils.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS samples (
@@ -48,9 +54,14 @@ class Ledger:
             self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
             return
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
-        self._connection.executescript(SCHEMA)
+        try:
+            with self._room_on_disk():
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._connection.executescript(SCHEMA)
+        except BaseException:
+            self._connection.close()
+            raise
 
     def register(self, samples: Iterable[tuple[str, str, int]]) -> None:
         """Add (id, source, num_tokens) as pending; samples already known keep their state."""
@@ -64,7 +75,7 @@ class Ledger:
         ----------
         rows : dicts with id, source, num_tokens, row, checksum (int), num_bytes.
         """
-        with self._lock, self._connection:
+        with self._lock, self._room_on_disk(), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?)", (number, len(rows), file_bytes))
             self._connection.executemany(
@@ -134,10 +145,14 @@ class Ledger:
     def close(self) -> None:
         """Fold the journal into the one file, so that it can be read from a read-only disk."""
         with self._lock:
-            if not self.read_only:
-                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._connection.execute("PRAGMA journal_mode = DELETE")
-            self._connection.close()
+            try:
+                if not self.read_only:
+                    self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    self._connection.execute("PRAGMA journal_mode = DELETE")
+            except sqlite3.OperationalError as error:  # the journal holds all that was committed
+                log.warning("the journal of %s stays beside it: %s", self.path.name, error)
+            finally:
+                self._connection.close()
 
     def __enter__(self) -> Ledger:
         return self
@@ -145,8 +160,22 @@ class Ledger:
     def __exit__(self, *_) -> None:
         self.close()
 
+    @contextmanager
+    def _room_on_disk(self) -> Iterator[None]:
+        """Say so when what fails is that the disk is full; the transaction is rolled back."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if (error.sqlite_errorcode & 0xFF) not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+                raise
+            raise UserError(
+                f"disk full (or failing) while writing {self.path.name}: {error}; every finished shard is whole",
+                str(self.path.parent),
+                "free space and start the stage again: it resumes",
+            ) from error
+
     def _write(self, statement: str, rows: list[tuple]) -> None:
-        with self._lock, self._connection:
+        with self._lock, self._room_on_disk(), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.executemany(statement, rows)
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.codec import count_not_finite, decode
+from eagle3_utils.states.codec import count_not_finite_stored
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_number
 
@@ -54,7 +54,7 @@ def row_problem(shard: Shard, row: int) -> str | None:
         return "the bytes do not match their checksum"
     arrays = shard.arrays(row)
     for name in ("aux", "final"):
-        if bad := count_not_finite(decode(arrays[name], arrays.get(f"{name}_scale"))):
+        if bad := count_not_finite_stored(arrays[name], arrays.get(f"{name}_scale")):
             return f"{name} has {bad} values that are not finite"
     return None
 

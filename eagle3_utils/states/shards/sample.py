@@ -71,12 +71,20 @@ class Sample:
         return None
 
 
+def select_rows(states: torch.Tensor, wanted: np.ndarray) -> torch.Tensor:
+    """The rows of `states` [M, H] where `wanted` bool [M]; without a copy when they lie side by side."""
+    rows = np.flatnonzero(wanted)
+    if rows.size and rows[-1] - rows[0] + 1 == rows.size:
+        return states[rows[0] : rows[-1] + 1]
+    return states[torch.from_numpy(rows)]
+
+
 def encode_sample(sample: Sample, meta: StoreMeta) -> EncodedSample:
     """Apply the store's codec. Arrays of a bf16 store stay views of the sample's tensors."""
     final, final_rows = sample.final, np.asarray(sample.final_rows, bool)
     if meta.final == "supervised":
         wanted = supervised_rows(sample.loss_mask)
-        final, final_rows = final[torch.from_numpy(wanted[final_rows])], wanted
+        final, final_rows = select_rows(final, wanted[final_rows]), wanted
     arrays = {
         "input_ids": np.asarray(sample.input_ids, "<i4"),
         "loss_mask": np.asarray(sample.loss_mask, "u1"),

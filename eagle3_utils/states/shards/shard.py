@@ -14,6 +14,7 @@ Datasets, with N rows of tokens, S samples, L auxiliary layers, H hidden, M rows
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ FORMAT, VERSION = "eagle3-states", 1
 PER_ROW = ("input_ids", "loss_mask", "final_rows", "aux", "aux_scale")  # indexed by offsets
 PER_FINAL = ("final", "final_scale")  # indexed by final_offsets
 PAGE = 4096
+READ_AHEAD_BYTES = 16 << 20  # per dataset, for a reader who takes one sample after the other
+READ_AHEAD_ROW_BYTES = 256  # only of what is large: states
 
 
 class DamagedShard(Exception):
@@ -151,6 +154,10 @@ class _Column:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    def __post_init__(self):
+        self.values_per_row = math.prod(self.shape[1:])
+        self.row_bytes = self.values_per_row * self.dtype.itemsize
+
 
 class Shard:
     """A shard open for reading: its header in memory, its rows as views of one private memory map.
@@ -178,6 +185,8 @@ class Shard:
         if self.attributes.get("format") != FORMAT:
             raise DamagedShard(f"{path.name}: not an {FORMAT} file")
         self._check_header()
+        self._next_row = 0  # the row that a reader who goes from start to end will want
+        self._asked_to = {name: column.position for name, column in self._columns.items()}
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -190,7 +199,7 @@ class Shard:
             expected = self.offsets[-1] if name in PER_ROW else self.final_offsets[-1]
             if column.shape[0] != expected:
                 raise DamagedShard(f"{self.path.name}: {name} has {column.shape[0]} rows, the index says {expected}")
-            if column.position + int(np.prod(column.shape)) * column.dtype.itemsize > size:
+            if column.position + column.shape[0] * column.row_bytes > size:
                 raise DamagedShard(f"{self.path.name}: {name} reaches beyond the end of the file")
 
     def __len__(self) -> int:
@@ -198,10 +207,13 @@ class Shard:
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
         """The stored arrays of one sample, as views of the memory map (private: writing to them changes no file)."""
+        in_order, self._next_row = row == self._next_row, row + 1
         views = {}
         for name, column in self._columns.items():
             bounds = self.offsets if name in PER_ROW else self.final_offsets
-            views[name] = self._view(column, int(bounds[row]), int(bounds[row + 1]))
+            start, stop = int(bounds[row]), int(bounds[row + 1])
+            self._ask_for(name, column, start, stop, in_order)
+            views[name] = self._view(column, start, stop)
         return views
 
     def actual_checksum(self, row: int) -> int:
@@ -209,16 +221,26 @@ class Shard:
         return checksum_of(self.ids[row], self.arrays(row))
 
     def _view(self, column: _Column, start: int, stop: int) -> np.ndarray:
-        per_row = int(np.prod(column.shape[1:], dtype=np.int64))
-        count = (stop - start) * per_row
         shape = (stop - start, *column.shape[1:])
-        if not count:
+        if stop == start:
             return np.zeros(shape, column.dtype)
-        position = column.position + start * per_row * column.dtype.itemsize
-        if count * column.dtype.itemsize > (1 << 18):  # ask for the whole range, not 128 KiB at a time
-            page = position // PAGE * PAGE
-            self._map.madvise(mmap.MADV_WILLNEED, page, position - page + count * column.dtype.itemsize)
+        position, count = column.position + start * column.row_bytes, (stop - start) * column.values_per_row
         return np.frombuffer(self._map, column.dtype, count, position).reshape(shape)
+
+    def _ask_for(self, name: str, column: _Column, start: int, stop: int, in_order: bool) -> None:
+        """Have the disk read a whole range at once, not 128 KiB at a time; for a reader in order, what follows too."""
+        begin, end = column.position + start * column.row_bytes, column.position + stop * column.row_bytes
+        if column.row_bytes < READ_AHEAD_ROW_BYTES:
+            return
+        if in_order:
+            if end + READ_AHEAD_BYTES // 2 <= self._asked_to[name]:
+                return
+            begin = max(begin, self._asked_to[name])
+            end = min(end + READ_AHEAD_BYTES, column.position + column.shape[0] * column.row_bytes)
+        self._asked_to[name] = end
+        if end > begin:
+            page = begin // PAGE * PAGE
+            self._map.madvise(mmap.MADV_WILLNEED, page, end - page)
 
 
 def _plain(value):

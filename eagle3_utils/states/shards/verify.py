@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.recover import row_problem, shards_on_disk
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import StoreMeta, StoreWriter, read_meta
+
+MAX_THREADS = 16
 
 
 @dataclass
@@ -68,20 +73,19 @@ def verify_store(folder: Path, deep: bool = False, repair: bool = False) -> Veri
         if repair:
             StoreWriter(folder, meta).close()
         return report
-    if repair:
-        with StoreWriter(folder, meta) as writer:
-            _check(folder, meta, writer.ledger, deep, report)
+    with ExitStack() as stack:
+        readers = stack.enter_context(ThreadPoolExecutor(_num_threads())) if deep else None
+        if repair:
+            writer = stack.enter_context(StoreWriter(folder, meta))
+            _check(folder, meta, writer.ledger, readers, report)
             _put_back(folder, writer.ledger, report)
-    else:
-        ledger = Ledger(folder / "ledger.sqlite", read_only=True)
-        try:
-            _check(folder, meta, ledger, deep, report)
-        finally:
-            ledger.close()
+        else:
+            ledger = stack.enter_context(Ledger(folder / "ledger.sqlite", read_only=True))
+            _check(folder, meta, ledger, readers, report)
     return report
 
 
-def _check(folder: Path, meta: StoreMeta, ledger: Ledger, deep: bool, report: VerifyReport) -> None:
+def _check(folder: Path, meta: StoreMeta, ledger: Ledger, readers: Executor | None, report: VerifyReport) -> None:
     counts, known, files = ledger.counts(), ledger.shards(), shards_on_disk(folder)
     report.num_pending, report.num_failed, report.num_shards = counts["pending"], counts["failed"], len(files)
     report.problems += [f"{shard_name(number)} is not in the ledger" for number in files if number not in known]
@@ -100,14 +104,17 @@ def _check(folder: Path, meta: StoreMeta, ledger: Ledger, deep: bool, report: Ve
         if problem == "empty":
             continue
         if problem is None:
-            problem = _check_shard(files[number], meta, places, deep, report)
+            problem = _check_shard(files[number], meta, places, readers, report)
         if problem is not None:
             report.problems.append(problem)
             report.bad |= {place[0]: problem for place in places}
 
 
-def _check_shard(path: Path, meta: StoreMeta, places: list[tuple], deep: bool, report: VerifyReport) -> str | None:
-    """Check the samples the ledger places in a shard; returns a problem of the whole shard, if any."""
+def _check_shard(path: Path, meta, places: list[tuple], readers: Executor | None, report: VerifyReport) -> str | None:
+    """Check the samples the ledger places in a shard; returns a problem of the whole shard, if any.
+
+    With `readers`, every sample is read in full by these threads.
+    """
     try:
         shard = Shard(path)
     except DamagedShard as error:
@@ -122,9 +129,18 @@ def _check_shard(path: Path, meta: StoreMeta, places: list[tuple], deep: bool, r
             report.bad[sample_id] = f"{path.name} row {row}: its checksum differs from the ledger's"
         elif shard.offsets[row + 1] - shard.offsets[row] != num_tokens:
             report.bad[sample_id] = f"{path.name} row {row}: length differs from the ledger's"
-        elif deep and (problem := row_problem(shard, row)):
-            report.bad[sample_id] = f"{path.name} row {row}: {problem}"
+    if readers is not None:
+        good = [(place[0], place[4]) for place in places if place[0] not in report.bad]
+        problems = readers.map(lambda item: row_problem(shard, item[1]), good)
+        for (sample_id, row), problem in zip(good, problems, strict=True):
+            if problem:
+                report.bad[sample_id] = f"{path.name} row {row}: {problem}"
     return None
+
+
+def _num_threads() -> int:
+    """Threads that read: checksums and checks for finite values run outside Python's lock."""
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _put_back(folder: Path, ledger: Ledger, report: VerifyReport) -> None:

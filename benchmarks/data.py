@@ -1,6 +1,7 @@
 """How fast chats become masked token ids, beside the tokenizer alone on the same text.
 
     python benchmarks/data.py
+    python benchmarks/data.py --records 1000000      # all of stage 01, and the memory it takes
 
 The bare rate is `tokenizers`' own `encode_batch` on the rendered text: what rendering, finding the spans and making
 the masks cost comes on top. Conversations are made up from the repository's prompts, so nothing is downloaded.
@@ -8,17 +9,28 @@ the masks cost comes on top. Conversations are made up from the repository's pro
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import resource
+import tempfile
+from pathlib import Path
+from threading import Event, Thread
 from time import perf_counter
+from typing import Any
+
+import psutil
 
 from eagle3_utils.corpus.generation.responses import read_prompts
+from eagle3_utils.corpus.merge import merge
 from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.intake import MergeSettings
+from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.corpus.reading.tokens import SpanTokenizer
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.target import load_target, load_tokenizer
 
-NUM_CONVERSATIONS, BATCH, REPEATS = 2000, 512, 3
+NUM_CONVERSATIONS, BATCH, REPEATS = 2000, 512, 5
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -36,17 +48,19 @@ def conversations() -> list[list[dict[str, str]]]:
     return chats
 
 
-def fastest(work) -> float:
-    """Seconds of the fastest of a few runs."""
-    times = []
+def fastest(*works) -> list[float]:
+    """Seconds of the fastest of a few runs of each, in turns, so that a busy machine is busy for all alike."""
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS):
-        start = perf_counter()
-        work()
-        times.append(perf_counter() - start)
-    return min(times)
+        for mine, work in zip(times, works, strict=True):
+            start = perf_counter()
+            work()
+            mine.append(perf_counter() - start)
+    return [min(mine) for mine in times]
 
 
-def main() -> None:
+def masking() -> dict[str, float]:
+    """Rendering, tokenising and masking beside `encode_batch` on the same text."""
     tokenizer = load_tokenizer(load_target("example"))
     chats = conversations()
     texts = [ChatRenderer(tokenizer).render(chat)[0] for chat in chats]
@@ -62,19 +76,64 @@ def main() -> None:
             rendered = [renderer.render(chat) for chat in chats[batch]]
             encoder.encode_batch([text for text, _ in rendered], [spans for _, spans in rendered])
 
-    bare_seconds, masked_seconds = fastest(bare), fastest(masked)
+    bare_seconds, masked_seconds = fastest(bare, masked)
     tokens = sum(counts)
-    print(
-        json.dumps(
-            {
-                "conversations": len(chats),
-                "tokens": tokens,
-                "bare_tokens_per_second": round(tokens / bare_seconds),
-                "render_and_mask_tokens_per_second": round(tokens / masked_seconds),
-                "share_of_bare": round(bare_seconds / masked_seconds, 3),
-            }
-        )
-    )
+    return {
+        "conversations": len(chats),
+        "tokens": tokens,
+        "bare_tokens_per_second": round(tokens / bare_seconds),
+        "render_and_mask_tokens_per_second": round(tokens / masked_seconds),
+        "share_of_bare": round(bare_seconds / masked_seconds, 3),
+    }
+
+
+def write_chats(path: Path, num: int) -> None:
+    """`num` short chats of random words, no two alike."""
+    chooser = random.Random(0)
+    words = sorted({word for chat in conversations() for turn in chat for word in turn["content"].split()})
+    with open(path, "w") as file:
+        for number in range(num):
+            user, assistant = (" ".join(chooser.choices(words, k=k)) for k in (8, 24))
+            turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+            file.write(json.dumps({"id": f"r{number}", "messages": turns}) + "\n")
+
+
+def merging(num: int, dedupe: str) -> dict[str, Any]:
+    """All of stage 01 on `num` records, and the memory it holds at each quarter of its time."""
+    tokenizer, process, held, done = load_tokenizer(load_target("example")), psutil.Process(), [], Event()
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            held.append(process.memory_info().rss >> 20)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_chats(Path(folder) / "chats.jsonl", num)
+        specs = parse_sources([{"name": "chats", "path": f"{folder}/chats.jsonl"}], Path(folder))
+        watcher, start = Thread(target=watch), perf_counter()
+        watcher.start()
+        settings = MergeSettings(max_seq_len=1024, dedupe=dedupe)
+        report = merge(specs, settings, tokenizer, len(tokenizer), Path(folder) / "corpus", log=str)
+        seconds = perf_counter() - start
+        done.set()
+        watcher.join()
+    return {
+        "records": num,
+        "taken": report.sources[0].taken,
+        "tokens": report.corpus["statistics"][-1]["tokens"],
+        "dedupe": dedupe,
+        "seconds": round(seconds, 1),
+        "records_per_second": round(num / seconds),
+        "held_mib_by_quarter_of_the_time": [held[len(held) * quarter // 4] for quarter in range(4)] + held[-1:],
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, help="measure all of stage 01 on so many records instead")
+    parser.add_argument("--dedupe", choices=["none", "exact", "near"], default="near")
+    arguments = parser.parse_args()
+    print(json.dumps(merging(arguments.records, arguments.dedupe) if arguments.records else masking()))
 
 
 if __name__ == "__main__":

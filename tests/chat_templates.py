@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
 from functools import cache
 
 from transformers import AutoTokenizer
@@ -36,6 +37,8 @@ KIMI_K2 = (
 )
 HARMONY = (
     "<|start|>system<|message|>You are ChatGPT.<|end|>{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if loop.last and m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}"
+    "{% endif %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}{% if loop.last and not add_generation_prompt %}"
     "<|return|>{% else %}<|end|>{% endif %}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -73,7 +76,15 @@ TALK = [
 @cache
 def speaking(folder, family: str, template: str | None = None):
     """The tokenizer of a folder with a family's special tokens and template (or another template)."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS[family]})
+    if template is not None:
+        tokenizer = copy(speaking(folder, family))  # shares the vocabulary
+    else:
+        tokenizer = deepcopy(_plain(folder))
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS[family]})
     tokenizer.chat_template = template or globals()[family]
     return tokenizer
+
+
+@cache
+def _plain(folder):
+    return AutoTokenizer.from_pretrained(folder)

@@ -16,7 +16,7 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.tokenizer, self.script, self.seen, self.headers = tokenizer, [], [], []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def answer(self, path: str, body: dict) -> dict:
         stop = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -37,7 +37,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.path, body))
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         status, headers = self.server.script.pop(0) if self.server.script else (200, {})
-        answer = self.server.answer(self.path, body) if status == 200 else {"error": "scripted"}
+        key = self.headers.get("authorization", "").removeprefix("Bearer ")  # some servers repeat it
+        answer = self.server.answer(self.path, body) if status == 200 else {"error": f"no such key: {key}"}
         data = json.dumps(answer).encode()
         self.send_response(status)
         for name, value in (headers | {"content-length": str(len(data))}).items():

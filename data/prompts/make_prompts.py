@@ -1,10 +1,12 @@
-"""Make data/prompts/{chat,maths,code}.jsonl and prompts.json again.
+"""Make data/prompts/{chat,maths,code}.jsonl and prompts.json again; or any number of further training prompts.
 
     python data/prompts/make_prompts.py --url http://127.0.0.1:30000 --model example
+    python data/prompts/make_prompts.py --out outputs/prompts --count 7000 --url http://127.0.0.1:30000 --concurrent 256
 
 `chat` is written by the example target itself (an SGLang server must be up); `maths` and `code` are generated
 procedurally, maths with reasoning-gym (`pip install -e .[prompts]`; Apache-2.0). Sixty prompts per source are for
-evaluation only: none of them shares a run of eight words with a training prompt.
+evaluation only: none of them shares a run of eight words with a training prompt. Nor with the further prompts of
+`--out`, which differ from all prompts here and from each other; their code tasks come from code_grammar.py.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import argparse
 import asyncio
 import json
 import random
+from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
+from code_grammar import code_tasks
 from code_tasks import code_prompts
 from maths_tasks import maths_prompts
 
-from eagle3_utils.corpus.dedupe import ngram_hashes, words_of
+from eagle3_utils.corpus.dedupe import exact_key, ngram_hashes, words_of
 from eagle3_utils.corpus.generation.endpoints import EndpointPool
+from eagle3_utils.corpus.generation.responses import read_prompts
 from eagle3_utils.corpus.generation.synthesise import PromptFilter, synthesise_prompts
+from eagle3_utils.corpus.merge import read_evaluation
 from eagle3_utils.runs import write_json
 from eagle3_utils.target import load_target, load_tokenizer
 
@@ -66,23 +73,24 @@ def write_source(source: str, texts: list[str], topics: list[str] | None = None)
             file.write(json.dumps(line | {"messages": [{"role": "user", "content": text}]}, ensure_ascii=False) + "\n")
 
 
-async def chat_prompts(url: str, tokenizer) -> tuple[list[str], dict]:
+async def chat_prompts(
+    urls: list[str], tokenizer, num: int, seed: int, concurrent: int, usable=lambda text: True
+) -> tuple[list[str], dict]:
     """Prompts the target makes up, and the account of what was filtered out."""
-    async with EndpointPool([url], timeout_seconds=1800) as pool:
-        result = await synthesise_prompts(pool, tokenizer, PER_SOURCE, seed=SEED)
+    async with EndpointPool(urls, timeout_seconds=1800, max_connections=concurrent) as pool:
+        options = {"seed": seed, "num_concurrent": concurrent, "usable": usable}
+        result = await synthesise_prompts(pool, tokenizer, num, **options)
     return result.prompts, result.report(PromptFilter())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="SGLang server of the model; without it chat.jsonl is left as it is")
-    parser.add_argument("--model", default="example")
-    arguments = parser.parse_args()
+def remake(arguments: argparse.Namespace) -> None:
+    """The files of this folder and their description."""
     about_path = FOLDER / "prompts.json"
     about = json.loads(about_path.read_text()) if about_path.is_file() else {}
     if arguments.url:
         target = load_target(arguments.model)
-        texts, account = asyncio.run(chat_prompts(arguments.url, load_tokenizer(target)))
+        tokenizer = load_tokenizer(target)
+        texts, account = asyncio.run(chat_prompts(arguments.url, tokenizer, PER_SOURCE, SEED, arguments.concurrent))
         about["chat"] = {"made_by": "self-synthesis", "model": target.path.name, "temperature": 1.0} | account
         write_source("chat", texts)
     write_source("maths", maths_prompts(PER_SOURCE, SEED))
@@ -98,6 +106,61 @@ def main() -> None:
         "kept_apart_by": f"no evaluation prompt shares {EVAL_NGRAM} words in a row with a training prompt",
     }
     write_json(about_path, about)
+
+
+class Apart:
+    """Says yes to a text that is new, and shares no eight words in a row with an evaluation prompt of this folder."""
+
+    def __init__(self):
+        files = sorted(FOLDER.glob("*.jsonl"))
+        self._evaluation = read_evaluation(files, EVAL_NGRAM)
+        self._seen = {exact_key(prompt["messages"][-1]["content"]) for prompt in read_prompts(files, split=None)}
+
+    def __call__(self, text: str) -> bool:
+        key = exact_key(text)
+        if key in self._seen or self._evaluation.leak([text]) is not None:
+            return False
+        self._seen.add(key)
+        return True
+
+
+def make_more(arguments: argparse.Namespace) -> None:
+    """Training prompts in another folder, any number, apart from this folder's evaluation prompts."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    apart, num, seed = Apart(), arguments.count, arguments.seed
+    for source in arguments.sources:
+        start = perf_counter()
+        if source == "maths":
+            texts = maths_prompts(num, seed, apart)
+        elif source == "code":
+            texts = list(islice((text for _, text in code_tasks(seed) if apart(text)), num))
+        else:
+            tokenizer = load_tokenizer(load_target(arguments.model))
+            texts, _ = asyncio.run(chat_prompts(arguments.url, tokenizer, num, seed, arguments.concurrent, apart))
+        with open(arguments.out / f"{source}.jsonl", "w") as file:
+            for number, text in enumerate(texts):
+                line = {"id": f"{source}-{seed}-{number:06d}", "source": source, "split": "train"}
+                line["messages"] = [{"role": "user", "content": text}]
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        print(f"{source}: {len(texts)} prompts in {perf_counter() - start:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", nargs="+", help="SGLang servers of the model; without one no chat prompts are made")
+    parser.add_argument("--model", default="example")
+    parser.add_argument("--concurrent", type=int, default=32, help="requests in flight")
+    parser.add_argument("--out", type=Path, help="another folder, for training prompts only")
+    parser.add_argument("--count", type=int, default=7000, help="with --out: prompts per source")
+    parser.add_argument("--sources", nargs="+", default=["chat", "maths", "code"], choices=["chat", "maths", "code"])
+    parser.add_argument("--seed", type=int, default=SEED + 1, help="with --out; part of the ids")
+    arguments = parser.parse_args()
+    if arguments.out is None:
+        remake(arguments)
+        return
+    if "chat" in arguments.sources and not arguments.url:
+        parser.error("chat prompts need --url, or leave them out: --sources maths code")
+    make_more(arguments)
 
 
 if __name__ == "__main__":

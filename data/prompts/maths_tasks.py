@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-
-import reasoning_gym
+from collections.abc import Callable
 
 _ASIDES = ["", "", " Please explain each step.", " Show your work.", " How do you get there?", " Explain it simply."]
 # Dataset → (share, openings). The opening stands before the bare task.
@@ -23,22 +22,30 @@ _BARE = {
 _TAILS = re.compile(r"( (Give|Reply|Answer|Respond|Return|Write|Only)\b[^?]*| \(Example.*| Do not include units\.)$")
 
 
-def maths_prompts(num: int, seed: int) -> list[str]:
-    """`num` different tasks, in mixed order, the same for the same seed."""
+def maths_prompts(num: int, seed: int, usable: Callable[[str], bool] = lambda text: True) -> list[str]:
+    """`num` different tasks, in mixed order, the same for the same seed.
+
+    usable : which texts may be taken. What a kind lacks of its share (some have few different tasks) is filled up with
+        word problems.
+    """
+    import reasoning_gym  # here, because it is not in requirements.lock and the other sources do without
+
     chooser = random.Random(seed)
     counts = {name: round(share * num) for name, (share, _) in _BARE.items()}
     counts["gsm_symbolic"] = num - sum(counts.values())
     prompts: list[str] = []
-    for name, count in counts.items():
+    for name in [*_BARE, "gsm_symbolic"]:
+        count = counts[name]
         kept: dict[str, None] = {}
-        for entry in reasoning_gym.create_dataset(name, seed=seed, size=8 * count):
+        for entry in reasoning_gym.create_dataset(name, seed=seed, size=20 * count):
             text = _phrase(name, entry, chooser)
-            if text is not None and len(text) <= 600:
+            if text is not None and len(text) <= 600 and usable(text):
                 kept[text] = None
             if len(kept) == count:
                 break
-        if len(kept) < count:
+        if name == "gsm_symbolic" and len(kept) < count:
             raise SystemExit(f"{name}: only {len(kept)} of {count} different tasks")
+        counts["gsm_symbolic"] += count - len(kept)
         prompts += kept
     chooser.shuffle(prompts)
     return prompts

@@ -1,13 +1,14 @@
 """Duplicates and leaks: exact and near duplicates of a text, and overlap with evaluation prompts.
 
-Near duplicates share most of their five-word shingles: MinHash with banded locality-sensitive hashing (datasketch),
-so a corpus of a million records needs one pass and about 5 kB per record. Decontamination is by word n-grams, as in
+Near duplicates share most of their five-word shingles: MinHash signatures (datasketch) in banded locality-sensitive
+hashing, in one pass and with about 2 kB of memory per record. Decontamination is by word n-grams, as in
 GPT-3 (Brown et al. 2020, appendix C): a record that contains a run of n words of an evaluation prompt is dropped.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 
 import numpy as np
 import xxhash
@@ -17,6 +18,8 @@ _WORD = re.compile(r"\w+")
 _NUM_PERMUTATIONS = 128
 _SHINGLE_WORDS = 5
 _SEED = 1
+_ERROR_WEIGHTS = (0.1, 0.9)  # of candidates too many and too few, when bands are chosen: candidates are compared anyway
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
@@ -31,13 +34,14 @@ def exact_key(text: str) -> int:
 
 def ngram_hashes(words: list[str], n: int) -> set[int]:
     """Hashes of all runs of n words; of the whole when there are fewer than n words."""
-    if len(words) <= n:
-        return {_hash(" ".join(words))} if words else set()
-    return {_hash(" ".join(words[i : i + n])) for i in range(len(words) - n + 1)}
+    return set(_run_hashes(words, n).tolist())
 
 
 class NearDuplicates:
     """An index of texts that answers "have I seen nearly this?".
+
+    A signature is cut into bands; texts that agree in a whole band are compared. Of a band, only the first text that
+    had it is kept: later ones are found through their other bands.
 
     Parameters
     ----------
@@ -46,23 +50,37 @@ class NearDuplicates:
 
     def __init__(self, threshold: float = 0.8):
         self.threshold = threshold
-        self._index = MinHashLSH(threshold=threshold, num_perm=_NUM_PERMUTATIONS)
-        self._signatures: dict[str, np.ndarray] = {}
+        bands = MinHashLSH(threshold=threshold, num_perm=_NUM_PERMUTATIONS, weights=_ERROR_WEIGHTS)
+        self._num_bands, self._band_rows = bands.b, bands.r
+        self._minhash = MinHash(num_perm=_NUM_PERMUTATIONS, seed=_SEED, hashfunc=int)
+        self._first: dict[int, int] = {}  # hash of a band → number of the first text that had it
+        self._keys: list[str] = []
+        self._signatures = array("I")  # of all texts, one after the other
 
     def find_or_add(self, key: str, text: str) -> str | None:
         """The key of an earlier text at least as similar as the threshold; else None, and the text is added."""
-        shingles = ngram_hashes(words_of(text), _SHINGLE_WORDS)
-        if not shingles:
+        shingles = _run_hashes(words_of(text), _SHINGLE_WORDS)
+        if not len(shingles):
             return None
-        signature = MinHash(num_perm=_NUM_PERMUTATIONS, seed=_SEED, hashfunc=_fold)
-        signature.update_batch(list(shingles))
-        candidates = self._index.query(signature)
-        for candidate in sorted(candidates):
-            if np.mean(self._signatures[candidate] == signature.hashvalues) >= self.threshold:
-                return candidate
-        self._index.insert(key, signature)
-        self._signatures[key] = signature.hashvalues.astype(np.uint32)
+        signature = self._signature(shingles)
+        rows = signature[: self._num_bands * self._band_rows].reshape(self._num_bands, self._band_rows)
+        bands = [xxhash.xxh3_64_intdigest(row.tobytes(), band) for band, row in enumerate(rows)]
+        for number in sorted({self._first[band] for band in bands if band in self._first}):
+            start = number * _NUM_PERMUTATIONS
+            earlier = np.asarray(self._signatures[start : start + _NUM_PERMUTATIONS], np.uint32)
+            if np.mean(earlier == signature) >= self.threshold:
+                return self._keys[number]
+        for band in bands:
+            self._first.setdefault(band, len(self._keys))
+        self._keys.append(key)
+        self._signatures.frombytes(signature.tobytes())
         return None
+
+    def _signature(self, shingles: np.ndarray) -> np.ndarray:
+        folded = (shingles ^ (shingles >> np.uint64(32))) & np.uint64(0xFFFFFFFF)  # the width of MinHash's hashes
+        self._minhash.clear()
+        self._minhash.update_batch(folded.tolist())
+        return self._minhash.hashvalues.astype(np.uint32)
 
 
 class Decontaminator:
@@ -97,6 +115,11 @@ def _hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def _fold(value: int) -> int:
-    """64 to 32 bits, the width of MinHash's hash range."""
-    return (value ^ (value >> 32)) & 0xFFFFFFFF
+def _run_hashes(words: list[str], n: int) -> np.ndarray:
+    """uint64: a hash per run of n words (polynomial in the words' hashes), of the whole when there are fewer."""
+    n = min(n, len(words))
+    of_words = np.fromiter(map(_hash, words), np.uint64, len(words))
+    hashes = np.zeros(len(words) - n + 1 if words else 0, np.uint64)
+    for offset in range(n):
+        hashes = hashes * _MULTIPLIER + of_words[offset : offset + len(hashes)]
+    return hashes

@@ -19,7 +19,7 @@ import xxhash
 
 from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.dedupe import Decontaminator
-from eagle3_utils.corpus.reading.intake import Intake, MergeSettings, SourceCount
+from eagle3_utils.corpus.reading.intake import DUPLICATES, Intake, MergeSettings, SourceCount
 from eagle3_utils.corpus.reading.sources import SourceSpec, read_file
 from eagle3_utils.corpus.records import CorpusDigest, ParquetRecords
 from eagle3_utils.corpus.spool import RecordSpool
@@ -83,7 +83,9 @@ def merge(
             raise UserError("the weights leave no record", "sources", exit_code=2)
         statistics = CorpusStatistics(vocab_size)
         digests = {}
-        for split, numbers in zip(SPLITS, spool.split(chosen, settings.val_fraction), strict=True):
+        train, val = spool.split(chosen, settings.val_fraction)
+        train = spool.repeat(train, [spec.weight for spec in specs])
+        for split, numbers in zip(SPLITS, (train, val), strict=True):
             digests[split] = _write_split(spool, numbers, split, folder, statistics)
     check_supervised_share(statistics, settings, text_sources={spec.name for spec in specs if spec.format == "text"})
     corpus = _describe_corpus(settings, statistics, digests, intake, tokenizer)
@@ -165,7 +167,11 @@ def _describe_corpus(
         "max_seq_len": settings.max_seq_len,
         "longest": int(statistics.lengths().max()),
         "statistics": statistics.table(),
+        "duplicates": {kind: sum(count.dropped[kind] for count in intake.counts) for kind in DUPLICATES},
         "draft_vocab_coverage": statistics.coverage(),
+        "draft_vocab_coverage_held_out": statistics.coverage("val"),
+        "draft_vocab_coverage_by_source": statistics.coverage_by_source("val"),
+        "most_frequent_tokens": statistics.most_frequent_tokens(tokenizer),
         "sources": [count.to_json() for count in intake.counts],
         "settings": asdict(settings),
     }

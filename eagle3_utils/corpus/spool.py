@@ -55,13 +55,14 @@ class RecordSpool:
 
         Parameters
         ----------
-        quotas : per entry of `sources` (weight, max_samples): the share kept and its upper limit.
+        quotas : per entry of `sources` (weight, max_samples): the share kept (a weight above 1 keeps all; see
+            `repeat`) and its upper limit.
         """
         keys, specs = np.asarray(self._keys, np.uint64), np.asarray(self._specs)
         kept = []
         for spec, (weight, max_samples) in enumerate(quotas):
             members = np.flatnonzero(specs == spec)
-            wanted = round(weight * len(members))
+            wanted = round(min(weight, 1.0) * len(members))
             wanted = wanted if max_samples is None else min(wanted, max_samples)
             kept.append(members[np.argsort(_remix(keys[members], 1), kind="stable")][:wanted])
         chosen = np.concatenate(kept) if kept else np.zeros(0, np.int64)
@@ -77,6 +78,23 @@ class RecordSpool:
             validates[members[np.argsort(_remix(keys[chosen[members]], 2), kind="stable")][:wanted]] = True
         return chosen[~validates], chosen[validates]
 
+    def repeat(self, numbers: np.ndarray, weights: list[float]) -> np.ndarray:
+        """`numbers` with those of entries weighted above 1 as often as their weight says, shuffled as a whole.
+
+        With a weight of 2.3 all records come twice and three in ten of them once more.
+        """
+        keys, specs = np.asarray(self._keys, np.uint64), np.asarray(self._specs)
+        parts, orders = [numbers], [keys[numbers]]
+        for spec, weight in enumerate(weights):
+            members = numbers[specs[numbers] == spec]
+            members = members[np.argsort(_remix(keys[members], 3), kind="stable")]
+            missing, copy = round((max(weight, 1.0) - 1.0) * len(members)), 4
+            while missing > 0:
+                parts.append(members[:missing])
+                orders.append(_remix(keys[parts[-1]], copy))
+                missing, copy = missing - len(parts[-1]), copy + 1
+        return np.concatenate(parts)[np.argsort(np.concatenate(orders), kind="stable")]
+
     def close(self) -> None:
         """Delete the scratch file."""
         self._file.close()
@@ -89,8 +107,22 @@ class RecordSpool:
         self.close()
 
     def records(self, numbers: np.ndarray) -> Iterator[Record]:
-        """The records of these numbers, in this order."""
-        return map(self.read, map(int, numbers))
+        """The records of these numbers, in this order; the second copy of a record `x` has the id `x~2`."""
+        for number, copy in zip(numbers.tolist(), _copy_numbers(numbers).tolist(), strict=True):
+            record = self.read(number)
+            if copy:
+                record.id = f"{record.id}~{copy + 1}"
+            yield record
+
+
+def _copy_numbers(numbers: np.ndarray) -> np.ndarray:
+    """How often each value stood before in the array."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    copies = np.empty(len(numbers), np.int64)
+    copies[order] = np.arange(len(numbers)) - np.repeat(firsts, np.diff(firsts, append=len(numbers)))
+    return copies
 
 
 def _remix(keys: np.ndarray, round_number: int) -> np.ndarray:

@@ -48,29 +48,57 @@ def response_lengths(lengths: dict[str, list[int]], max_new_tokens: int) -> Figu
 
 
 def supervised_share(statistics: CorpusStatistics) -> Figure:
-    """Supervised tokens over all tokens, per source."""
+    """Supervised tokens over all tokens, of the largest sources."""
     fig, ax = style.figure("Supervised share by source", y="supervised tokens / tokens")
-    shares = [
-        float(statistics.supervised(source).sum() / statistics.lengths(source).sum()) for source in statistics.sources
-    ]
-    style.grouped_bars(ax, statistics.sources, {"share": shares})
+    rows = statistics.table(top=12)[:-1]
+    style.grouped_bars(ax, [row["source"] for row in rows], {"share": [row["supervised_share"] for row in rows]})
     ax.set_ylim(0, 1)
     return fig
 
 
 def vocabulary_coverage(statistics: CorpusStatistics, sizes: tuple[int, ...] = DRAFT_VOCAB_SIZES) -> Figure:
-    """Share of supervised tokens covered by the D most frequent ids, over D; `sizes` are marked."""
+    """Share of supervised tokens covered by the D best ids of training, over D; `sizes` are marked on the held-out."""
     fig, ax = style.figure("What a draft vocabulary covers", x="draft vocabulary size D", y="supervised tokens covered")
-    counts = np.sort(statistics.token_counts)[::-1]
-    covered = np.cumsum(counts) / max(1, counts.sum())
-    ranks = np.unique(np.geomspace(1, len(counts), 400).astype(int))
-    ax.plot(ranks, covered[ranks - 1], color=style.COLOURS[0])
-    for index, size in enumerate(size for size in sizes if size < len(counts)):
+    ranked = statistics.ranked_tokens()
+    places = np.unique(np.geomspace(1, len(ranked), 400).astype(int))
+    for index, (split, label) in enumerate(
+        (("train", "training text, on which it is chosen"), ("val", "held-out text"))
+    ):
+        counts = statistics.token_counts(split)[ranked]
+        covered = np.cumsum(counts) / max(1, counts.sum())
+        look = style.series(index) | {"marker": ""}
+        ax.plot(places, covered[places - 1], label=label, **look)
+    for index, size in enumerate(size for size in sizes if size < len(ranked)):
         label = f"{size:,}: {covered[size - 1]:.2%}"
-        ax.plot(size, covered[size - 1], **style.series(index + 1) | {"linestyle": ""}, label=label)
+        ax.plot(size, covered[size - 1], **style.series(index + 2) | {"linestyle": ""}, label=label)
     ax.set_xscale("log")
     ax.set_ylim(0, 1.03)
     style.legend(ax, loc="lower right")
+    return fig
+
+
+def missed_by_source(statistics: CorpusStatistics, sizes: tuple[int, ...] = DRAFT_VOCAB_SIZES) -> Figure:
+    """Share of each source's held-out supervised tokens that one draft vocabulary for all lacks, a bar per size."""
+    fig, ax = style.figure("What it lacks of each source", y="held-out supervised tokens lacking")
+    shares = statistics.coverage_by_source("val", sizes)
+    largest = [row["source"] for row in statistics.table(top=8) if row["source"] in shares]
+    known = [str(size) for size in sizes if all(str(size) in shares[source] for source in largest)]
+    groups = {f"D {int(size):,}": [1 - shares[source][size] for source in largest] for size in known}
+    style.grouped_bars(ax, largest, groups, text_format="{:.1%}")
+    style.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return fig
+
+
+def token_frequencies(statistics: CorpusStatistics) -> Figure:
+    """How often tokens are supervised in training, by rank, both axes logarithmic."""
+    fig, ax = style.figure("Token frequency", x="rank of the token", y="times supervised")
+    counts = np.sort(statistics.token_counts())[::-1]
+    seen = counts[counts > 0]
+    label = f"{len(seen):,} of {len(counts):,} tokens occur"
+    ax.step(np.arange(1, len(seen) + 1), seen, where="mid", color=style.COLOURS[0], label=label)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.legend(frameon=False, fontsize=style.TEXT_SIZE - 1)
     return fig
 
 

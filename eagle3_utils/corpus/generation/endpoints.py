@@ -3,14 +3,17 @@
     async with EndpointPool(["http://127.0.0.1:30000"], api="sglang") as pool:
         reply = await pool.ask(Request(messages, prompt_ids, Sampling(max_new_tokens=64)))
 
-A request goes to the endpoint with the fewest in flight that is not resting. 408, 429, 5xx and broken connections are
-tried again with exponential backoff, and `Retry-After` is obeyed. The API key comes from the environment
-(`OPENAI_API_KEY`) and goes into one header; it is in no file, log or exception.
+A request goes to the endpoint with the fewest in flight that is not resting. 408, 5xx and broken connections are tried
+again with exponential backoff; after a 429 the endpoint rests (as long as `Retry-After` says) and the request waits,
+which is no failed try. The API key comes from the environment (`OPENAI_API_KEY`) and goes into one header; it is in no
+file, log or exception. The client is aiohttp: httpx searches its whole pool for every request, which at 256 in flight
+left 39 responses a second (benchmarks/client.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
@@ -18,11 +21,12 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
-import httpx
+import aiohttp
 
 from eagle3_utils.errors import UserError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
+_JSON = {"Content-Type": "application/json"}
 _RETRIABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 
 
@@ -44,6 +48,7 @@ class Request:
     prompt_ids: list[int]
     sampling: Sampling
     seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Reply:
     completion_tokens: int = 0
     cost: float = 0.0
     reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class RequestFailed(Exception):
@@ -79,7 +85,7 @@ class EndpointPool:
     urls : base addresses; for `openai` with or without the trailing `/v1`.
     api : which protocol they speak.
     api_model : the model's name at an OpenAI-style endpoint.
-    max_retries : tries after the first.
+    max_retries : tries after the first; waiting for a rate limit is none until it lasts `timeout_seconds` in all.
     """
 
     urls: list[str]
@@ -100,14 +106,17 @@ class EndpointPool:
         self._random = random.Random(0)
 
     async def __aenter__(self) -> EndpointPool:
-        key = os.environ.get(KEY_VARIABLE, "") if self.api == "openai" else ""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=self.max_connections, max_keepalive_connections=self.max_connections)
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=self.timeout_seconds)
+        self._key = os.environ.get(KEY_VARIABLE, "") if self.api == "openai" else ""
+        self._client = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            connector=aiohttp.TCPConnector(limit=self.max_connections),
+            timeout=aiohttp.ClientTimeout(total=self.timeout_seconds),
+            trust_env=self.api == "openai",  # proxies; an SGLang server of one's own is reached directly
+        )
         return self
 
     async def __aexit__(self, *_exception) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def ask(self, request: Request) -> Reply:
         """Answer one request.
@@ -119,30 +128,35 @@ class EndpointPool:
         UserError
             When no request can be: the key is refused or the path does not exist.
         """
-        reason = ""
-        for attempt in range(self.max_retries + 1):
+        tries, attempt, limited = 0, 0, 0.0
+        body = json.dumps(self._body(request)).encode()
+        while True:
             endpoint = await self._pick()
             endpoint.in_flight += 1
+            status, asked = 0, None
             try:
-                response = await self._client.post(endpoint.url + self._path(), json=self._body(request))
-            except httpx.TransportError as error:
-                reason, wait = f"{type(error).__name__} at {endpoint.url}", self._backoff(attempt)
-                endpoint.resting_until = time.monotonic() + wait
+                async with self._client.post(endpoint.url + self._path(), data=body, headers=_JSON) as response:
+                    status, text = response.status, (await response.read()).decode(errors="replace")
+                    asked = retry_after_seconds(response.headers.get("retry-after"))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reason = f"{type(error).__name__} at {endpoint.url}"
             else:
-                if response.status_code == 200:
-                    return self._parse(response)
-                reason = f"HTTP {response.status_code} from {endpoint.url}: {response.text[:200]!r}"
-                self._raise_if_final(response.status_code, reason)
-                asked = retry_after_seconds(response.headers.get("retry-after"))
-                wait = self._backoff(attempt) if asked is None else asked
-                if asked is not None or response.status_code == 429:
-                    endpoint.resting_until = time.monotonic() + wait
+                if status == 200:
+                    return self._parse(text)
+                reason = self._redacted(f"HTTP {status} from {endpoint.url}: {text[:200]!r}")
+                self._raise_if_final(status, reason)
             finally:
                 endpoint.in_flight -= 1
-            if attempt < self.max_retries:
-                self.num_retries += 1
-                await asyncio.sleep(wait if len(self._endpoints) == 1 else min(wait, self._backoff(attempt)))
-        raise RequestFailed(f"{reason} ({self.max_retries + 1} tries)")
+            wait = self._backoff(attempt) if asked is None else asked
+            limited += wait if status == 429 else 0.0
+            tries, attempt = tries + (status != 429 or limited > self.timeout_seconds), attempt + 1
+            if tries > self.max_retries:
+                raise RequestFailed(f"{reason} ({attempt} tries)")
+            self.num_retries += 1
+            if asked is not None or status in (0, 429):
+                endpoint.resting_until = max(endpoint.resting_until, time.monotonic() + wait)
+            else:
+                await asyncio.sleep(wait)
 
     async def _pick(self) -> _Endpoint:
         while True:
@@ -154,6 +168,10 @@ class EndpointPool:
 
     def _backoff(self, attempt: int) -> float:
         return min(60.0, self.backoff_seconds * 2**attempt) * (0.5 + self._random.random())
+
+    def _redacted(self, text: str) -> str:
+        """A server's words without the key, which some repeat when they refuse it."""
+        return text.replace(self._key, "***") if self._key else text
 
     def _raise_if_final(self, status: int, reason: str) -> None:
         if status in (401, 403):
@@ -177,11 +195,12 @@ class EndpointPool:
             return {"input_ids": request.prompt_ids, "sampling_params": native}
         seed = {} if request.seed is None else {"seed": request.seed}
         limits = {"max_tokens": sampling.max_new_tokens}
-        return {"model": self.api_model, "messages": request.messages} | common | stop | seed | limits
+        tools = {"tools": request.tools} if request.tools else {}
+        return {"model": self.api_model, "messages": request.messages} | common | stop | seed | limits | tools
 
-    def _parse(self, response: httpx.Response) -> Reply:
+    def _parse(self, text: str) -> Reply:
         try:
-            body = response.json()
+            body = json.loads(text)
             return _parse_sglang(body) if self.api == "sglang" else _parse_openai(body)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"an answer that is no {self.api} answer: {type(error).__name__}: {error}") from None
@@ -221,11 +240,12 @@ def _parse_openai(body: dict[str, Any]) -> Reply:
     choice, usage = body["choices"][0], body.get("usage") or {}
     message = choice["message"]
     return Reply(
-        text=message["content"] or "",
+        text=message.get("content") or "",
         output_ids=None,
         finish_reason=choice.get("finish_reason") or "unknown",
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
         completion_tokens=int(usage.get("completion_tokens") or 0),
         cost=float(usage.get("cost") or 0.0),
         reasoning=message.get("reasoning_content") or message.get("reasoning"),
+        tool_calls=message.get("tool_calls") or None,
     )

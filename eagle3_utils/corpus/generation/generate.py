@@ -175,16 +175,19 @@ async def _converse(
     ids: list[int] | None = []
     rendered, spans, replies = "", [], []
     turns = [message for message in prompt["messages"] if message["role"] != "assistant"]
+    if any(message["role"] == "tool" for message in turns):
+        raise Unusable("results of tools cannot be replayed: other calls may be made now")
     for number, message in enumerate(turns):
         messages.append(message)
         if message["role"] != "user" or (number + 1 < len(turns) and turns[number + 1]["role"] != "user"):
             continue
         text = renderer.prompt(messages, prompt.get("tools"))
-        ids = _continue_ids(renderer.tokenizer, ids, rendered, text)
+        ids, kept = _continue_ids(renderer.tokenizer, ids, rendered, text)
+        spans = spans if kept else []  # ids of earlier turns that stand in this prompt as they were generated
         if settings.max_prompt_tokens is not None and len(ids) > settings.max_prompt_tokens:
             raise Unusable(f"a prompt longer than {settings.max_prompt_tokens} tokens")
         seed = (settings.seed + xxhash.xxh3_64_intdigest(f"{prompt['id']}\0{number}".encode())) % 2**31
-        reply = await pool.ask(Request(list(messages), ids, settings.sampling, seed))
+        reply = await pool.ask(Request(list(messages), ids, settings.sampling, seed, prompt.get("tools")))
         replies.append(reply)
         prompt_ids, last = ids, number == len(turns) - 1
         if not last:
@@ -200,7 +203,9 @@ async def _converse(
         response |= {"prompt_ids": prompt_ids, "output_ids": reply.output_ids}
         response |= {"output_spans": spans} if spans else {}
     response |= {"text": reply.text, "finish_reason": reply.finish_reason}
-    return response | ({"reasoning_content": reply.reasoning} if reply.reasoning else {}), replies
+    known = {"reasoning_content": reply.reasoning, "tool_calls": reply.tool_calls}
+    known |= {"completion_tokens": reply.completion_tokens} if reply.output_ids is None else {}
+    return response | {name: value for name, value in known.items() if value}, replies
 
 
 def _how_far(summary: GenerateSummary, total: int) -> dict[str, Any]:
@@ -210,17 +215,15 @@ def _how_far(summary: GenerateSummary, total: int) -> dict[str, Any]:
     return counts | {"tokens_per_second": round(summary.tokens_per_second, 1), "failed": summary.failed.total()}
 
 
-def _continue_ids(tokenizer, ids: list[int], rendered: str, text: str) -> list[int]:
-    """Ids of a prompt that goes on from ids already generated: only what the template adds is tokenised.
+def _continue_ids(tokenizer, ids: list[int], rendered: str, text: str) -> tuple[list[int], bool]:
+    """Ids of a prompt that goes on from ids already generated (only what the template adds is tokenised), and True.
 
-    Raises `Unusable` when the template rewrites the earlier turns, so that the generated ids do not stand any more.
+    Where the template rewrites earlier turns (many leave their reasoning out), all of the prompt is tokenised: False.
     """
-    if not ids:
-        return tokenizer.encode(text, add_special_tokens=False)
-    if not text.startswith(rendered):
-        raise Unusable("the template rewrites an earlier turn")
+    if not ids or not text.startswith(rendered):
+        return tokenizer.encode(text, add_special_tokens=False), False
     added = tokenizer.encode(text[len(rendered) :], add_special_tokens=False)
-    return ids + (added[1:] if added[:1] == ids[-1:] else added)
+    return ids + (added[1:] if added[:1] == ids[-1:] else added), True
 
 
 def _count(summary: GenerateSummary, replies: list[Reply], seconds: float) -> None:

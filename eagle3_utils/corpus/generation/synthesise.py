@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eagle3_utils.corpus.dedupe import NearDuplicates
-from eagle3_utils.corpus.generation.endpoints import EndpointPool, Request, RequestFailed, Sampling
+from eagle3_utils.corpus.generation.endpoints import EndpointPool, Reply, Request, RequestFailed, Sampling
 from eagle3_utils.errors import UserError
 
 _MARK = "\ue000user-text\ue001"  # private-use characters: no template rewrites them
@@ -86,14 +87,19 @@ async def synthesise_prompts(
     max_new_tokens: int = 128,
     num_concurrent: int = 32,
     max_draws: int | None = None,
+    usable: Callable[[str], bool] = lambda text: True,
 ) -> Synthesis:
     """Draw prompts at temperature 1 until `num_wanted` are kept.
+
+    `num_concurrent` draws are always in flight, and what they bring is looked at in the order in which they were begun,
+    so that which prompts are kept does not depend on who answers first.
 
     Parameters
     ----------
     pool : SGLang's native API, which continues token ids.
     seed : each draw has its own, counted from here; a server samples the same way again only if it honours it.
     max_draws : give up after as many; default 5 × num_wanted.
+    usable : says no to texts that must not be kept, evaluation prompts for instance.
 
     Raises
     ------
@@ -105,24 +111,44 @@ async def synthesise_prompts(
     opening_ids = tokenizer(opening_of_user_turn(tokenizer), add_special_tokens=False)["input_ids"]
     sampling = Sampling(temperature=1.0, max_new_tokens=max_new_tokens)
     result, duplicates = Synthesis(), NearDuplicates(threshold=0.7)
-    while len(result.prompts) < num_wanted:
-        if result.drawn >= max_draws:
-            raise UserError(f"only {len(result.prompts)} of {result.drawn} self-made prompts are usable")
-        batch = [Request([], opening_ids, sampling, seed + result.drawn + i) for i in range(num_concurrent)]
-        result.drawn += len(batch)
-        for reply in await asyncio.gather(*map(pool.ask, batch), return_exceptions=True):
-            if isinstance(reply, RequestFailed):
+    gate, begun, waiting = asyncio.Semaphore(num_concurrent), 0, deque()
+
+    async def draw(number: int) -> Reply:
+        async with gate:
+            return await pool.ask(Request([], opening_ids, sampling, seed + number))
+
+    try:
+        while len(result.prompts) < num_wanted:
+            while len(waiting) < 2 * num_concurrent and begun < max_draws:
+                waiting.append(asyncio.create_task(draw(begun)))
+                begun += 1
+            if not waiting:
+                raise UserError(f"only {len(result.prompts)} of {result.drawn} self-made prompts are usable")
+            result.drawn += 1
+            try:
+                reply = await waiting.popleft()
+            except RequestFailed:
                 result.rejected["failed"] += 1
-                continue
-            if isinstance(reply, BaseException):
-                raise reply
-            _keep_or_count(reply.text.strip(), reply.finish_reason, prompt_filter, duplicates, result)
-    del result.prompts[num_wanted:]
+            else:
+                _keep_or_count(reply.text.strip(), reply.finish_reason, prompt_filter, usable, duplicates, result)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
     return result
 
 
-def _keep_or_count(text: str, finish: str, prompt_filter: PromptFilter, seen: NearDuplicates, result: Synthesis):
+def _keep_or_count(
+    text: str,
+    finish: str,
+    prompt_filter: PromptFilter,
+    usable: Callable[[str], bool],
+    seen: NearDuplicates,
+    result: Synthesis,
+) -> None:
     reason = prompt_filter.reason_against(text, finish)
+    if reason is None and not usable(text):
+        reason = "not usable"
     if reason is None and seen.find_or_add(str(len(result.prompts)), text) is not None:
         reason = "duplicate"
     if reason is None:

@@ -6,6 +6,7 @@ per shape of conversation, kept), which gives the template's own pieces of text;
 An assistant turn is supervised from its first character to the end of its stop token. Headers (role names, an empty
 `<think>` block) are the template's, so they are not. Where a template rewrites what it is given, the turns are found
 by rendering the conversation up to each of them; if that does not line up either, the record is refused with a reason.
+A template's own `{% generation %}` markers, where it has them, must agree: every record is compared.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError
 
 from eagle3_utils.corpus.reading.formats import Unusable
+from eagle3_utils.corpus.reading.markers import Span, check_markers
 from eagle3_utils.errors import UserError
 
-Span = tuple[int, int]  # characters [start, end) of the rendered text
 Messages = list[dict[str, Any]]
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # Qwen, DeepSeek, Kimi; gpt-oss; others
+_MAX_SHAPES = 4096  # kept at a time
 
 
 def _mark(number: int, part: str) -> str:
@@ -52,24 +55,33 @@ class ChatRenderer:
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = sorted(special - {""}, key=len, reverse=True)
         self._shapes: dict[str, list[tuple[str, tuple[int, str] | None]] | None] = {}
-        self._shows_reasoning: bool | None = None
+        self._reasoning_key: str | None = "reasoning_content"
+        self._reasoning_key = self._key_that_shows_reasoning()
 
-    def render(self, messages: Messages, tools: list | None = None) -> tuple[str, list[Span]]:
+    def render(self, messages: Messages, tools: list | None = None, finished: bool = True) -> tuple[str, list[Span]]:
         """The conversation as text, and the supervised characters of it, in order.
+
+        Parameters
+        ----------
+        finished : whether the last answer ended by itself; of one that was cut off the text ends with its last word,
+            since its stop token was never generated.
 
         Raises
         ------
         Unusable
-            When the template refuses the conversation or its turns cannot be located.
+            When the template refuses the conversation, its turns cannot be located, or its own markers disagree.
         """
         messages = [self._with_reasoning(message) for message in messages]
         text = self._apply(messages, tools)
-        spans = self._spans_by_marks(messages, tools, text)
-        if spans is None:
-            spans = self._spans_by_prefixes(messages, tools, text)
-        if self.supervise == "last_turn":
-            spans = spans[-1:]
-        return text, [span for turn in spans for span in turn if span[0] < span[1]]
+        found = self._spans_by_marks(messages, tools, text)
+        spans, words = found or (self._spans_by_prefixes(messages, tools, text), [])
+        check_markers(self.tokenizer, self._special, self._renamed(messages), tools, spans, words)
+        spans = [span for span in (spans[-1:] if self.supervise == "last_turn" else spans) if span[0] < span[1]]
+        if not finished and spans:
+            start, end = spans[-1]
+            stop = next((token for token in self._special if text.endswith(token, start, end)), "")
+            text, spans = text[: end - len(stop)], [*spans[:-1], (start, end - len(stop))]
+        return text, spans
 
     def prompt(self, messages: Messages, tools: list | None = None) -> str:
         """The text a model is given to answer: the conversation and the opening of an assistant turn."""
@@ -77,9 +89,15 @@ class ChatRenderer:
 
     def _apply(self, messages: Messages, tools: list | None, **options) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+            return self.tokenizer.apply_chat_template(self._renamed(messages), tools=tools, tokenize=False, **options)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise Unusable(f"the template refuses the conversation: {str(error)[:80]}") from None
+
+    def _renamed(self, messages: Messages) -> Messages:
+        """Messages whose reasoning stands under the template's own key."""
+        if self._reasoning_key in (None, "reasoning_content"):
+            return messages
+        return [{self._reasoning_key if k == "reasoning_content" else k: m[k] for k in m} for m in messages]
 
     def _with_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template wants it: reasoning in its own field where the template shows that."""
@@ -91,24 +109,34 @@ class ChatRenderer:
         others = {key: value for key, value in message.items() if key not in ("reasoning_content", "content")}
         if self.reasoning == "drop":
             return others | {"content": content}
-        if self._template_shows_reasoning():
+        if self._reasoning_key is not None:
             return others | {"content": content, "reasoning_content": reasoning}
         if "reasoning_content" in message:
             return others | {"content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
         return message
 
-    def _template_shows_reasoning(self) -> bool:
-        if self._shows_reasoning is None:
-            answer = {"role": "assistant", "content": "b", "reasoning_content": _mark(0, "r")}
-            self._shows_reasoning = _mark(0, "r") in self._apply([{"role": "user", "content": "a"}, answer], None)
-        return self._shows_reasoning
+    def _key_that_shows_reasoning(self) -> str | None:
+        """Under which key the template looks for an answer's reasoning; None when it has no place for it."""
+        for key in _REASONING_KEYS:
+            answer = {"role": "assistant", "content": "b", key: _mark(0, "r")}
+            try:
+                if _mark(0, "r") in self._apply([{"role": "user", "content": "a"}, answer], None):
+                    return key
+            except Unusable:  # a template that refuses this says nothing about the key
+                return None
+        return None
 
-    def _spans_by_marks(self, messages: Messages, tools: list | None, text: str) -> list[list[Span]] | None:
-        """Supervised spans per assistant turn, or None when marks and words do not line up."""
+    def _spans_by_marks(
+        self, messages: Messages, tools: list | None, text: str
+    ) -> tuple[list[Span], list[Span]] | None:
+        """The supervised span of each assistant turn and the words of all others; None when marks do not line up."""
         if any(message.get("tool_calls") for message in messages):
             return None
-        key = json.dumps([[(m["role"], "reasoning_content" in m) for m in messages], tools], default=str)
+        about = [(m["role"], "reasoning_content" in m, m.get("name"), m.get("tool_call_id")) for m in messages]
+        key = json.dumps([about, tools], default=str)
         if key not in self._shapes:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
             self._shapes[key] = self._shape(messages, tools)
         shape = self._shapes[key]
         places = shape and _walk(shape, messages, text)
@@ -119,10 +147,10 @@ class ChatRenderer:
             if message["role"] == "assistant":
                 if (number, "c") not in places:
                     return None
-                spans.append(self._turn_spans(text, places.get((number, "r")), places[number, "c"]))
-        return spans
+                spans.append(self._turn_span(text, places.get((number, "r")), places[number, "c"]))
+        return spans, [span for (number, _), span in places.items() if messages[number]["role"] != "assistant"]
 
-    def _turn_spans(self, text: str, reasoning: Span | None, content: Span) -> list[Span]:
+    def _turn_span(self, text: str, reasoning: Span | None, content: Span) -> Span:
         start, end = content
         stop = self._end_of_stop_token(text, end)
         if reasoning is not None and self.reasoning == "keep":
@@ -131,7 +159,7 @@ class ChatRenderer:
             closed = text.find("</think>", start, end)
             start = start if closed < 0 else closed + len("</think>")
             start += len(text[start:end]) - len(text[start:end].lstrip())
-        return [(start, stop)]
+        return start, stop
 
     def _end_of_stop_token(self, text: str, end: int) -> int:
         """Where the special token right after an answer ends (blanks between are part of it), else `end` itself."""
@@ -164,7 +192,7 @@ class ChatRenderer:
             position = start + len(mark)
         return [*pieces, (text[position:], None)]
 
-    def _spans_by_prefixes(self, messages: Messages, tools: list | None, text: str) -> list[list[Span]]:
+    def _spans_by_prefixes(self, messages: Messages, tools: list | None, text: str) -> list[Span]:
         """Each assistant turn is what the whole text has beyond the prompt for that turn, up to its last special token.
 
         Raises
@@ -187,7 +215,7 @@ class ChatRenderer:
             closed = text.find("</think>", start, end)
             if self.reasoning == "unsupervised" and closed >= 0:
                 start = closed + len("</think>")
-            spans.append([(start, end)])
+            spans.append((start, end))
         return spans
 
 

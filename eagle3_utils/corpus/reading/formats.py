@@ -29,7 +29,8 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
-_KEPT_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
+_KEPT_MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Unusable(Exception):
@@ -48,6 +49,9 @@ class Item:
     text: str | None = None
     input_ids: list[int] | None = None
     loss_mask: list[int] | None = None
+    answer_start: int = 0  # of a response: where its last answer begins in input_ids
+    finish_reason: str | None = None  # of a response
+    num_generated: int = 0  # of a response: tokens as the API counted them, where it did
 
 
 def detect_format(record: dict[str, Any]) -> Format:
@@ -110,18 +114,23 @@ def _from_response(record: dict[str, Any]) -> Item:
     if not isinstance(record["text"], str):
         raise Unusable("the response is not text")
     answer = {"role": "assistant", "content": record["text"]}
-    if record.get("reasoning_content"):
-        answer["reasoning_content"] = record["reasoning_content"]
-    item = Item("response", messages=[*_messages(record["messages"]), answer], tools=_tools(record))
+    answer |= {key: record[key] for key in ("reasoning_content", "tool_calls") if record.get(key)}
+    if not isinstance(record["messages"], list):
+        raise Unusable("messages is not a list")
+    item = Item("response", messages=_messages([*record["messages"], answer]), tools=_tools(record))
+    item.finish_reason, count = record.get("finish_reason"), record.get("completion_tokens")
+    item.num_generated = count if isinstance(count, int) else 0
     prompt, output = record.get("prompt_ids"), record.get("output_ids")
     if prompt is None or output is None:
         return item
     if not _all_integers(prompt) or not _all_integers(output) or not output:
         raise Unusable("prompt_ids or output_ids is not a list of token ids")
-    item.input_ids = [*prompt, *output]
+    item.input_ids, item.answer_start = [*prompt, *output], len(prompt)
     item.loss_mask = [0] * len(prompt) + [1] * len(output)
-    for start, end in record.get("output_spans") or []:  # earlier turns of a replayed conversation
-        item.loss_mask[start:end] = [1] * (end - start)
+    for span in record.get("output_spans") or []:  # earlier turns of a replayed conversation
+        if not _all_integers(span) or len(span) != 2 or not 0 <= span[0] <= span[1] <= len(prompt):
+            raise Unusable("output_spans do not lie in the prompt")
+        item.loss_mask[span[0] : span[1]] = [1] * (span[1] - span[0])
     return item
 
 
@@ -192,6 +201,11 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
         if not isinstance(role, str) or role.lower() not in _ROLES:
             raise Unusable(f"unknown role: {str(role)[:40]}")
         kept = {key: message[key] for key in _KEPT_MESSAGE_KEYS if message.get(key)}
+        reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
+        if reasoning is not None:
+            kept["reasoning_content"] = reasoning
+        if not isinstance(reasoning, str | None) or not isinstance(kept.get("tool_calls", []), list):
+            raise Unusable("a message's reasoning or tool_calls is of the wrong type")
         messages.append({"role": _ROLES[role.lower()], "content": _content(message.get("content"), kept)} | kept)
     return messages
 

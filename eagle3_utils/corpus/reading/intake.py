@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
 from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key
-from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.chat import ChatRenderer, split_reasoning
 from eagle3_utils.corpus.reading.formats import Format, Item, Unusable, detect_format, text_of, to_item
 from eagle3_utils.corpus.reading.sources import RawRecord, SourceSpec, read_source
-from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer, marker_disagreement
+from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer
 from eagle3_utils.corpus.records import Record, problem_with
 from eagle3_utils.errors import UserError
 
 _CHUNK = 512  # records tokenised together
-_MARKER_CHECKS = 16  # records per source whose mask is compared with the template's own generation markers
 _ROUND_TRIPS = 1000  # records per source whose generated ids are compared with rebuilt ones
 
-
-_MARKER = re.compile(r"\{%-?\s*generation\b")
+DUPLICATES = ("exact duplicate", "near duplicate", "evaluation prompt")  # reasons for which copies are dropped
+Encoded = tuple[list[int], list[int]]  # input_ids [T], loss_mask [T]
 
 
 class _Drop(Exception):
@@ -63,8 +61,8 @@ class SourceCount:
     read: int = 0
     taken: int = 0
     truncated: int = 0
+    truncated_tokens: int = 0
     straddling_tokens: int = 0
-    marker_disagreements: int = 0
     unusable: Counter = field(default_factory=Counter)
     dropped: Counter = field(default_factory=Counter)
     round_trip: Counter = field(default_factory=Counter)
@@ -93,7 +91,6 @@ class Intake:
         count = SourceCount(spec.name, spec.format)
         self.counts.append(count)
         encoder, round_trip = SpanTokenizer(self.tokenizer), RoundTrip(self.tokenizer)
-        checks = iter(range(_MARKER_CHECKS if self._has_markers() else 0))
 
         def reject(raw: RawRecord, reason: str, kind: str) -> None:
             (count.unusable if kind == "unusable" else count.dropped)[reason.split(":")[0]] += 1
@@ -111,8 +108,6 @@ class Intake:
                 except Unusable as unusable:
                     reject(raw, str(unusable), "unusable")
             for raw, item, encoded in self._encode(items, encoder, round_trip):
-                if item.messages and isinstance(encoded, tuple) and next(checks, None) is not None:
-                    self._check_markers(raw, item, encoded, count, log)
                 try:
                     record = self._record(raw, item, encoded, spec, count)
                     self._refuse_copies(f"{raw.file}:{raw.line}", item)
@@ -125,18 +120,6 @@ class Intake:
                     count.taken += 1
                     yield record
         count.straddling_tokens, count.round_trip = encoder.straddling, round_trip.counts
-
-    def _has_markers(self) -> bool:
-        comparable = self.settings.supervise == "all_turns" and self.settings.reasoning == "keep"
-        return comparable and self.tokenizer.is_fast and bool(_MARKER.search(self.tokenizer.chat_template))
-
-    def _check_markers(
-        self, raw: RawRecord, item: Item, encoded, count: SourceCount, log: Callable[[str], None]
-    ) -> None:
-        found = marker_disagreement(self.tokenizer, item.messages, item.tools, encoded)
-        if found is not None:
-            count.marker_disagreements += 1
-            log(f"source {count.name}: {raw.file}:{raw.line}: {found}")
 
     def _item(self, raw: RawRecord, spec: SourceSpec, count: SourceCount, log: Callable[[str], None]) -> Item:
         if raw.problem is not None:
@@ -154,35 +137,54 @@ class Intake:
 
     def _encode(
         self, items: list[tuple[RawRecord, Item]], encoder: SpanTokenizer, round_trip: RoundTrip
-    ) -> Iterator[tuple[RawRecord, Item, tuple[list[int], list[int]] | Unusable]]:
+    ) -> Iterator[tuple[RawRecord, Item, Encoded | Unusable]]:
         """Token ids and mask of every item, in order: kept where they came with it, else from its text."""
-        texts, spans, rendered = [], [], {}
+        texts, spans, prompts, places = [], [], [], {}
         for position, (_, item) in enumerate(items):
-            exact = item.input_ids is not None and (item.format == "tokenized" or self.settings.reasoning == "keep")
-            if exact and (item.format == "tokenized" or round_trip.counts.total() + len(texts) >= _ROUND_TRIPS):
+            if item.format == "tokenized":
+                continue
+            if self._exact(item) is not None and round_trip.counts.total() + len(texts) >= _ROUND_TRIPS:
                 continue
             try:
                 text, mine = self._rendered(item)
+                only_text = item.format == "response" and item.input_ids is None
+                prompts.append(self.renderer.prompt(item.messages[:-1], item.tools) if only_text else None)
             except Unusable as unusable:
-                rendered[position] = unusable
+                places[position] = unusable
                 continue
-            rendered[position] = len(texts)
+            places[position] = len(texts)
             texts.append(text)
             spans.append(mine)
         encoded = encoder.encode_batch(texts, spans)
         for position, (raw, item) in enumerate(items):
-            place = rendered.get(position)
+            place, exact = places.get(position), self._exact(item)
             result = encoded[place] if isinstance(place, int) else place
-            if item.input_ids is not None and (item.format == "tokenized" or self.settings.reasoning == "keep"):
-                if isinstance(result, tuple):
+            if isinstance(result, tuple) and item.format == "response":
+                if item.input_ids is not None:
                     round_trip.compare(item.input_ids, result[0])
-                result = (item.input_ids, item.loss_mask)
-            yield raw, item, result
+                else:
+                    answer = item.messages[-1]["content"]
+                    round_trip.check(prompts[place], answer, item.num_generated, texts[place], result)
+            yield raw, item, result if exact is None else exact
+
+    def _exact(self, item: Item) -> Encoded | None:
+        """Ids and mask that came with an item; None where they must be made from its text.
+
+        Generated ids do not stand when reasoning is to be dropped or unsupervised and there is some.
+        """
+        if item.format != "response" or item.input_ids is None:
+            return None if item.input_ids is None else (item.input_ids, item.loss_mask)
+        answers = (message for message in item.messages if message["role"] == "assistant")
+        if self.settings.reasoning != "keep" and any(split_reasoning(answer)[0] for answer in answers):
+            return None
+        if self.settings.supervise == "all_turns":
+            return item.input_ids, item.loss_mask
+        return item.input_ids, [0] * item.answer_start + item.loss_mask[item.answer_start :]
 
     def _rendered(self, item: Item) -> tuple[str, list]:
         if item.text is not None:
             return item.text, [(0, len(item.text))]
-        return self.renderer.render(item.messages, item.tools)
+        return self.renderer.render(item.messages, item.tools, finished=item.finish_reason != "length")
 
     def _record(self, raw: RawRecord, item: Item, encoded, spec: SourceSpec, count: SourceCount) -> Record:
         if isinstance(encoded, Unusable):
@@ -194,7 +196,10 @@ class Intake:
         limit = self.settings.max_seq_len
         if len(input_ids) > limit:
             limit = limit if self.settings.truncate == "hard" else last_turn_end(loss_mask, limit)
-            count.truncated += 1
+            count.truncated, count.truncated_tokens = (
+                count.truncated + 1,
+                count.truncated_tokens + len(input_ids) - limit,
+            )
         input_ids, loss_mask = input_ids[:limit], loss_mask[:limit]
         if sum(loss_mask) < self.settings.min_supervised_tokens:
             raise Unusable(f"fewer than {self.settings.min_supervised_tokens} supervised tokens")
@@ -206,18 +211,20 @@ class Intake:
             turns = [message["content"] for message in item.messages if message["role"] == "user"]
             leak = self._decontaminator.leak(turns or [self._text(item)])
             if leak is not None:
-                raise _Drop(f"evaluation prompt: {leak}")
+                raise _Drop(f"{DUPLICATES[2]}: {leak}")
         if self.settings.dedupe == "none":
             return
         text = self._text(item)
         if (same := exact_key(text)) in self._texts:
-            raise _Drop("exact duplicate")
+            raise _Drop(DUPLICATES[0])
         self._texts[same] = None
         if self._near is not None and (earlier := self._near.find_or_add(key, text)) is not None:
-            raise _Drop(f"near duplicate: {earlier}")
+            raise _Drop(f"{DUPLICATES[1]}: {earlier}")
 
     def _text(self, item: Item) -> str:
-        return text_of(item) if item.format != "tokenized" else self.tokenizer.decode(item.input_ids)
+        if item.format != "tokenized":
+            return text_of(item)
+        return self.tokenizer.decode(item.input_ids, clean_up_tokenization_spaces=False)
 
     def _unique_id(self, name: str, spec_name: str, line: int) -> str:
         for candidate in (name, f"{spec_name}/{name}", f"{spec_name}/{name}#{line}"):

@@ -43,8 +43,8 @@ class SourceSpec(BaseModel):
     hf: str | None = None  # a dataset's name on the hub, or a folder written by `save_to_disk`
     split: str = "train"  # of `hf`
     format: Format | None = None  # None: seen from the first usable record
-    weight: float = Field(1.0, gt=0, le=1)  # share of the source's records that is kept
-    max_samples: int | None = Field(None, ge=1)
+    weight: float = Field(1.0, gt=0, le=100)  # share of the records that is kept; above 1 they repeat in training
+    max_samples: int | None = Field(None, ge=1)  # different records, at most
     filters: dict[str, list[Any]] = {}  # keep only records whose field has one of these values
 
     @model_validator(mode="after")
@@ -151,7 +151,12 @@ def _parse_line(name: str, number: int, line: bytes) -> RawRecord:
     except UnicodeDecodeError:
         return RawRecord(name, number, problem="not UTF-8")
     try:
-        return RawRecord(name, number, json.loads(text))
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair is valid JSON, but no text
+            json.dumps(value, ensure_ascii=False).encode()
+        return RawRecord(name, number, value)
+    except UnicodeEncodeError:
+        return RawRecord(name, number, problem="half of a surrogate pair")
     except (ValueError, RecursionError) as error:
         return RawRecord(name, number, problem=f"not JSON: {getattr(error, 'msg', type(error).__name__)}")
 
@@ -166,7 +171,11 @@ def _read_json(path: Path) -> Iterator[RawRecord]:
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else [values]
     for number, value in enumerate(values, 1):
-        yield RawRecord(str(path), number, value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+            yield RawRecord(str(path), number, value)
+        except UnicodeEncodeError:
+            yield RawRecord(str(path), number, problem="half of a surrogate pair")
 
 
 def _read_parquet(path: Path) -> Iterator[RawRecord]:
@@ -183,6 +192,7 @@ def _read_parquet(path: Path) -> Iterator[RawRecord]:
 
 def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
     from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetsError
 
     folder = resolve_path(spec.hf)
     try:
@@ -194,5 +204,10 @@ def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"cannot load this dataset: {reason}", f"sources: {spec.name}: {spec.hf}") from None
-    for number, value in enumerate(dataset, 1):
-        yield RawRecord(f"{spec.hf}:{spec.split}", number, value)
+    number = 0
+    try:
+        for number, value in enumerate(dataset, 1):
+            yield RawRecord(f"{spec.hf}:{spec.split}", number, value)
+    except (DatasetsError, OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        yield RawRecord(f"{spec.hf}:{spec.split}", number + 1, problem=f"the dataset cannot be read on: {reason[:200]}")

@@ -67,23 +67,8 @@ def _token_at(encoding, character: int, num_characters: int, num_tokens: int) ->
     return num_tokens
 
 
-def marker_disagreement(
-    tokenizer, messages: list, tools: list | None, encoded: tuple[list[int], list[int]]
-) -> str | None:
-    """Where a template's own `{% generation %}` markers supervise other words than the spans do; None if nowhere.
-
-    Stop tokens and blanks may differ: some templates mark them, some do not.
-    """
-    marked = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
-    for token, ours, theirs in zip(*encoded, marked["assistant_masks"], strict=False):
-        word = tokenizer.decode([token], skip_special_tokens=True)
-        if ours != theirs and word.strip():
-            return f"{word!r} is {'supervised' if ours else 'not supervised'}, the template's markers say otherwise"
-    return None
-
-
 class RoundTrip:
-    """Counts how rebuilt ids compare with the ids a model really generated, by cause."""
+    """Counts by cause how ids rebuilt from text compare with what is known of the ids a model really generated."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.counts = tokenizer, Counter()
@@ -92,9 +77,39 @@ class RoundTrip:
         """One record: ids from the API beside ids from rendering its text."""
         if rebuilt[: len(generated)] == generated:
             self.counts["same ids"] += 1
-        elif self._tokenizer.decode(rebuilt)[: len(self._tokenizer.decode(generated))] == self._tokenizer.decode(
-            generated
-        ):
+        elif self._decode(rebuilt)[: len(self._decode(generated))] == self._decode(generated):
             self.counts["same text, other token borders"] += 1
         else:
             self.counts["other text"] += 1
+
+    def check(
+        self, prompt: str, answer: str, num_generated: int, text: str, encoded: tuple[list[int], list[int]]
+    ) -> None:
+        """One record of an API that returns only text: everything about rebuilt ids that can be checked.
+
+        Parameters
+        ----------
+        prompt : the conversation with the opening of an answer, as the model was given it.
+        answer : the words that came back.
+        num_generated : how many tokens the API counted; 0 when it did not say.
+        text, encoded : the conversation with the answer, rendered; its (input_ids, loss_mask).
+        """
+        ids, mask = encoded
+        prompt_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        num_rebuilt = sum(mask[len(prompt_ids) :])
+        if not text.startswith(prompt):
+            cause = "the template rewrites the prompt"
+        elif answer not in text[len(prompt) :]:
+            cause = "the template rewrites the answer"
+        elif ids[: len(prompt_ids)] != prompt_ids:
+            cause = "a token reaches across the end of the prompt"
+        elif self._decode(ids) != text:
+            cause = "the tokenizer rewrites the text"
+        elif num_generated and num_generated not in (num_rebuilt, num_rebuilt - 1):  # with the stop token or without
+            cause = "another number of tokens than the API counted"
+        else:
+            cause = "as far as can be known, same ids"
+        self.counts[cause] += 1
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,7 @@ def run(
         run_folder = runner.run_pipeline(parameters, stages, overrides, force)
     except KeyboardInterrupt:
         raise UserError("interrupted", fix="run the same command again to go on", exit_code=130) from None
+    _write_report(run_folder)
     print("\n" + summary.table(summary.result_rows(run_folder)))
 
 
@@ -121,9 +123,15 @@ def verify(
 
 
 @app.command()
+def report(run_folder: Path) -> None:
+    """Write report.html, the whole run on one page, and the model card beside the draft."""
+    print("\n".join(map(str, _write_report(_run_folder(run_folder)))))
+
+
+@app.command()
 def export(run_folder: Path, out: Annotated[Path, typer.Option("--out", help="Folder to write.")]) -> None:
     """Write the best draft of a run as a checkpoint that SGLang loads."""
-    from eagle3_utils.draft.export import export_run
+    from eagle3_utils.draft.release import export_run
 
     print(f"wrote {export_run(_run_folder(run_folder), out)}")
 
@@ -136,12 +144,14 @@ def check_draft(
     from eagle3_utils.draft import check
     from eagle3_utils.target import load_target
 
-    problems = check.check_draft(draft, load_target(target))
+    review = check.review_draft(draft, load_target(target))
     if as_json:
-        print(json.dumps({"ok": not problems, "problems": problems}, indent=2))
+        print(json.dumps({"ok": not review.problems} | asdict(review), indent=2))
     else:
-        print("\n".join(problems) or "ok")
-    if problems:
+        lines = [f"layout: {review.layout}", *(f"note: {line}" for line in review.notes)]
+        lines += [f"problem: {line}" for line in review.problems]
+        print("\n".join(lines + ([] if review.problems else ["ok"])))
+    if review.problems:
         raise typer.Exit(1)
 
 
@@ -168,6 +178,17 @@ def clean(
         print(f"{num_bytes / 2**30:9.2f} GiB  {folder}")
         if yes or typer.confirm("remove it?"):
             runner.remove(folder)
+
+
+def _write_report(run_folder: Path) -> list[Path]:
+    """report.html, and the draft's card where there is a draft."""
+    from eagle3_utils.draft import card, release
+    from eagle3_utils.run_report import write_report
+
+    written, draft = [write_report(run_folder)], release.draft_folder(run_folder)
+    if draft is not None:
+        written.append(card.write_card(draft, run_folder))
+    return written
 
 
 def _run_folder(path: Path) -> Path:

@@ -32,8 +32,26 @@ def result_rows(run_folder: Path) -> list[tuple[str, str]]:
         rows.append(("accept length, held-out prompts", f"{evaluation['accept_length']:.2f} (bonus token included)"))
         for source, length in evaluation["accept_length_by_source"].items():
             rows.append((f"  {source}", f"{length:.2f}"))
-        rows.append(("output equals plain greedy decoding", "yes" if evaluation["identical"] else "NO"))
-    rows.append(("notebooks and HTML", f"{_short(run_folder)}/*/notebook.{{ipynb,html}}"))
+        verdicts = {True: "yes", False: "NO", None: "not checked (nothing was decoded)"}
+        rows.append(("output equals plain greedy decoding", verdicts[evaluation["identical"]]))
+        rows += _served_rows(evaluation)
+    rows.append(
+        ("report, notebooks", f"{short_path(run_folder)}/report.html, {short_path(run_folder)}/*/notebook.ipynb")
+    )
+    return rows
+
+
+def _served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Accept length and speed-up of every draft shape SGLang served, and whether they are the offline ones."""
+    rows = []
+    for row in evaluation.get("served") or []:
+        if "counted" in row:
+            speed_up = f", {row['speed-up']:.2f}× the speed" if row.get("speed-up") else ""
+            label = f"  served, {row['draft']}, {row['concurrency']} in flight"
+            rows.append((label, f"accept length {row['counted']:.2f}{speed_up}"))
+    passed = (evaluation.get("parity") or {}).get("passed")
+    if passed is not None:
+        rows.append(("served acceptance is the offline one", "yes" if passed else "NO"))
     return rows
 
 
@@ -78,7 +96,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _short(path: Path) -> Path:
+def short_path(path: Path) -> Path:
+    """Relative to the repository where it lies inside."""
     return path.relative_to(runs.repo_root()) if path.is_relative_to(runs.repo_root()) else path
 
 

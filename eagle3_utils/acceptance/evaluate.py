@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_utils import runs
-from eagle3_utils.acceptance import heldout, offline, parity, served
-from eagle3_utils.acceptance.heldout import DecodedPrompt, Prompt
+from eagle3_utils.acceptance import changes, heldout, offline, parity, served
+from eagle3_utils.acceptance.heldout import DecodedPrompt
 from eagle3_utils.acceptance.offline import Interval, SampleCounts
+from eagle3_utils.acceptance.prompt_sets import Prompt, read_prompts
 from eagle3_utils.acceptance.speculate import load_reference_model
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.config import EvaluateConfig
 from eagle3_utils.corpus.records import read_parquet
+from eagle3_utils.draft import card
 from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS
@@ -41,10 +43,11 @@ ROUNDING = 1e-3  # logits of two float32 forwards of different lengths differ by
 
 @dataclass
 class ServedPart:
-    """The served runs, or why there are none."""
+    """The served runs over these prompts, or why there are none."""
 
     left_out: str | None = None
     runs: list[served.ServedRun] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
 
     def text(self) -> str:
         """One line for the notebook."""
@@ -109,7 +112,7 @@ class Evaluation:
         """Held-out prompts that leave room for an answer."""
         room = min(self.config.max_seq_len, self.target.max_position_embeddings) - max_new_tokens
         paths = [runs.resolve_path(path) for path in self.config.prompts]
-        return heldout.read_prompts(paths, self.tokenizer, per_source, room)
+        return read_prompts(paths, self.tokenizer, per_source, room, self.config.prompt_sets)
 
     def teacher_forced(self) -> list[SampleCounts]:
         """Counts over the validation store."""
@@ -159,14 +162,19 @@ class Evaluation:
         )
 
     def replay_shapes(self, decoded: Sequence[DecodedPrompt]) -> dict[str, Interval]:
-        """Accept length of the decoded answers for every shape of ``config.replay_shapes``."""
+        """Accept length for every shape of ``config.replay_shapes``, found without the target.
+
+        Over the decoded answers; where none were decoded, over validation samples and their stored states (texts that
+        were sampled, not greedy ones).
+        """
         batches = self._packed(decoded, self.draft.config.aux_layers)
+        batches = batches or list(offline.one_by_one(self.reader, self.config.max_val_samples, self.config.seed))
         lengths = {}
         progress = self._progress("replay", len(self.config.replay_shapes))
-        for number, numbers in enumerate(self.config.replay_shapes if batches else [], start=1):
+        for number, numbers in enumerate(self.config.replay_shapes, start=1):
             shape = TreeShape(*numbers)
             accepted = heldout.replay_all(self.draft, batches, shape)
-            tokens = [int(batch.loss_mask.sum()) - 1 for batch in batches]
+            tokens = [sum(of_sample) + len(of_sample) for of_sample in accepted]
             lengths[served.shape_name(shape)] = offline.ratio_interval(tokens, list(map(len, accepted)))
             progress(number)
         return lengths
@@ -178,23 +186,32 @@ class Evaluation:
             return ServedPart(left_out)
         self.__dict__.pop("model", None)  # frees the GPU for the servers; loaded again when needed
         gc.collect()
-        torch.cuda.empty_cache()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         prompts = self.prompts(self.config.served_prompts_per_source, self.config.served_max_new_tokens)
         log = self.stage.log.info
-        return ServedPart(
-            runs=served.serve(self.config, self.target, prompts, self.draft_folder, self.stage.folder, log)
-        )
+        found = served.serve(self.config, self.target, prompts, self.draft_folder, self.stage.folder, log)
+        return ServedPart(runs=found, prompts=prompts)
+
+    def served_changes(self, served_part: ServedPart) -> list[dict[str, Any]]:
+        """How many served answers the draft changed, beside how many change by batching alone, and why."""
+        if served_part.left_out:
+            return []
+        model = self.model if self.config.reference_decoding else None
+        return changes.explain(model, served_part.prompts, served_part.runs)
 
     def parity(self, served_part: ServedPart) -> parity.ParityReport:
         """Served acceptance beside that of the same tokens replayed here, diagnosed when they disagree."""
         left_out = served_part.left_out or (None if self.config.reference_decoding else "reference_decoding: off")
-        if left_out:
-            return parity.ParityReport(left_out=left_out)
-        run = next(run for run in served_part.runs if run.shape is not None)
-        prompts = {prompt.id: prompt for prompt in self.prompts(10**9, self.config.served_max_new_tokens)}
+        drafting = [run for run in served_part.runs if run.shape is not None]
+        run = min(drafting, key=lambda run: run.shape.topk, default=None)  # a chain is replayed at once, a tree slowly
+        if left_out or run is None:
+            return parity.ParityReport(left_out=left_out or "no server drafted")
+        prompts = {prompt.id: prompt for prompt in served_part.prompts}
         answers = [answer for answer in run.answers if answer.histogram]
 
-        def batches_of(aux_layers: Sequence[int]) -> list[PackedBatch]:
+        @lru_cache(maxsize=1)  # most faults are of the same layers
+        def batches_of(aux_layers: tuple[int, ...]) -> list[PackedBatch]:
             return [
                 heldout.packed_sample(self.model, prompts[answer.prompt_id], answer.output_ids, aux_layers)
                 for answer in answers
@@ -204,9 +221,13 @@ class Evaluation:
         accepted = heldout.replay_all(draft, batches_of(draft.config.aux_layers), run.shape)
         served_accepted = [answer.num_accepted for answer in answers]
         report = parity.compare(accepted, served_accepted, run.shape.num_steps, self.config.parity_tolerance)
-        if report.passed:
+        if report.passed and run.shape.topk > 1:
             return report
-        return parity.diagnose(report, draft, self.target, batches_of, run.shape)
+        return parity.diagnose(report, draft, self.target, batches_of, run.shape, served_accepted)
+
+    def write_card(self) -> Path:
+        """The model card beside the draft's weights, from the metrics of all stages done so far."""
+        return card.write_card(self.draft_folder, self.stage.run_folder)
 
     def _packed(self, decoded: Sequence[DecodedPrompt], aux_layers: Sequence[int]) -> list[PackedBatch]:
         return [

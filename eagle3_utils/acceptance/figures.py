@@ -44,6 +44,7 @@ def stage_metrics(
     lengths: dict[str, dict[str, Interval]],
     by_shape: dict[str, Interval],
     served_part: ServedPart,
+    served_changes: Sequence[dict[str, Any]],
     parity: ParityReport,
 ) -> dict[str, Any]:
     """Everything measured, as JSON values.
@@ -72,6 +73,7 @@ def stage_metrics(
         "teacher_forced": to_json(teacher_forced),
         "served_left_out": served_part.left_out,
         "served": served_part.table(),
+        "served_changes": list(served_changes),
         "served_accept_lengths": {
             f"{run.draft}, {run.concurrency} in flight": to_json(served.accept_lengths(run))
             for run in served_part.runs

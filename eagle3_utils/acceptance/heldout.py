@@ -10,10 +10,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,22 +28,14 @@ from eagle3_utils.acceptance.offline import (
     ratio,
     ratio_interval,
 )
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import Decoded, DraftState, plain_decode, speculative_decode
 from eagle3_utils.acceptance.tree import TreeShape, grow_tree
-from eagle3_utils.corpus.reading.chat import ChatRenderer
-from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.errors import UserError
+from eagle3_utils.draft.network import DraftCache, DraftModel
 from eagle3_utils.states.dataset import PackedBatch
 from eagle3_utils.target import Target
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation up to the opening of the assistant's turn, in the target's own template."""
-
-    id: str
-    source: str
-    input_ids: list[int]
+_SLOTS_AT_ONCE = 512  # of a replayed chain: bounds the attention scores of long samples
 
 
 @dataclass(frozen=True)
@@ -54,31 +45,6 @@ class DecodedPrompt:
     prompt: Prompt
     fast: Decoded
     plain: Decoded | None = None
-
-
-def read_prompts(paths: Iterable[Path], tokenizer: Any, per_source: int, max_tokens: int | None = None) -> list[Prompt]:
-    """The first ``per_source`` held-out prompts of each source, rendered by the tokenizer's chat template.
-
-    A line is `{"id", "source", "messages": […]}`, or has a "prompt" text instead of messages; lines whose "split" is
-    there and not "eval" are training prompts and left out, so are prompts of more than ``max_tokens`` tokens.
-    """
-    renderer, prompts, counts = ChatRenderer(tokenizer), [], {}
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise UserError("no such prompts file", str(path))
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            record = json.loads(line)
-            source = record.get("source", path.stem)
-            if record.get("split", "eval") != "eval" or counts.get(source, 0) >= per_source:
-                continue
-            messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
-            input_ids = tokenizer.encode(renderer.prompt(messages), add_special_tokens=False)
-            if max_tokens is None or len(input_ids) <= max_tokens:
-                prompts.append(Prompt(str(record.get("id", f"{path.stem}-{number}")), source, input_ids))
-                counts[source] = counts.get(source, 0) + 1
-    if not prompts:
-        raise UserError('no held-out prompts (lines with split "eval" or no split)', ", ".join(map(str, paths)))
-    return prompts
 
 
 def stop_ids_of(target: Target, tokenizer: Any) -> list[int]:
@@ -251,7 +217,50 @@ def replay(draft: DraftModel, batch: PackedBatch, shape: TreeShape) -> list[int]
     verification, where tokens after the end of the output cannot be counted.
     """
     token_ids = batch.input_ids.tolist()
-    root = int(batch.loss_mask.int().argmax())  # the first output token, which prefill gives
+    first = int(batch.loss_mask.int().argmax())  # the first output token, which prefill gives
+    if shape.topk > 1:
+        return _replay_tree(draft, batch, shape, first)
+    depths, root, accepted = chain_depths(draft, batch, shape.num_steps, first - 1), first, []
+    while root + 1 < len(token_ids):
+        accepted.append(depths[root - 1])
+        root += depths[root - 1] + 1
+    return accepted
+
+
+def chain_depths(draft: DraftModel, batch: PackedBatch, num_steps: int, first_slot: int = 0) -> list[int]:
+    """For every slot t of a sample, how many of the tokens t + 2, t + 3, … a chain drafted from there has right.
+
+    Many slots draft at once: at a step each row sees the real slots up to its own and what it drafted itself. Slots
+    before ``first_slot`` are 0.
+    """
+    device = draft.fc.weight.device
+    ids_T, aux_TLH = batch.input_ids.to(device), batch.aux.to(draft.fc.weight)
+    num_slots, cache, depths = len(ids_T) - 1, DraftCache(), []
+    positions_N = torch.arange(num_slots, device=device)
+    hidden_NH, logits_ND = draft.decode_step(draft.project(aux_TLH[:-1]), ids_T[1:], positions_N, cache)
+    drafted_N = draft.target_ids[logits_ND.argmax(-1)]
+    for start in range(first_slot, num_slots, _SLOTS_AT_ONCE):
+        positions_R = positions_N[start : start + _SLOTS_AT_ONCE]
+        hidden_RH, drafted_R = hidden_NH[positions_R], drafted_N[positions_R]
+        mask_RM = positions_N[None, :] <= positions_R[:, None]
+        own_RR = torch.eye(len(positions_R), dtype=torch.bool, device=device)
+        right_R, depths_R = torch.ones_like(positions_R, dtype=torch.bool), torch.zeros_like(positions_R)
+        cache.truncate(num_slots)
+        for step in range(1, num_steps + 1):
+            truth_R = positions_R + 1 + step
+            right_R &= (truth_R < len(ids_T)) & (drafted_R == ids_T[truth_R.clamp(max=len(ids_T) - 1)])
+            depths_R += right_R
+            if step < num_steps:
+                mask_RM = torch.cat([mask_RM, own_RR], dim=1)
+                hidden_RH, logits_RD = draft.decode_step(hidden_RH, drafted_R, positions_R + step, cache, mask_RM)
+                drafted_R = draft.target_ids[logits_RD.argmax(-1)]
+        depths += depths_R.tolist()
+    return [0] * first_slot + depths
+
+
+def _replay_tree(draft: DraftModel, batch: PackedBatch, shape: TreeShape, root: int) -> list[int]:
+    """`replay` verification by verification, for trees."""
+    token_ids = batch.input_ids.tolist()
     drafter, accepted, aux_TLH = DraftState(draft), [], batch.aux.to(draft.fc.weight.device)
     hidden_H, logits_D = drafter.extend(aux_TLH[:root], token_ids[1 : root + 1])
     while root + 1 < len(token_ids):

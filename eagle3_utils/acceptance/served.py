@@ -3,6 +3,8 @@
     runs = serve(config, target, prompts, draft_folder, stage.folder, log=stage.log.info)
     table(runs)                          # one row per (shape, concurrency)
 
+Servers are started here, or are those of ``server_urls``, which say themselves what draft they serve (`/server_info`).
+
 Accept length, three ways, all with the bonus token: `total` = Σ completion tokens / Σ verifications (what SGLang calls
 `spec_accept_length`, summed over requests), `per_request` = the mean of that ratio over requests, and `counted` =
 1 + Σ accepted drafts / Σ verifications from `spec_correct_drafts_histogram`. The first two count the token that prefill
@@ -15,7 +17,7 @@ Needs a GPU: EAGLE3 in SGLang 0.5.14 runs CUDA kernels. Fields of `meta_info`: s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_utils.acceptance.heldout import Prompt, acceptance_by_position, first_difference
+from eagle3_utils.acceptance.heldout import acceptance_by_position, first_difference
 from eagle3_utils.acceptance.offline import ALL, Interval, ratio_interval
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.config import EvaluateConfig
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.client import Client
 from eagle3_utils.serving.launch.flags import resolve_device
-from eagle3_utils.serving.server import Server
+from eagle3_utils.serving.server import AttachedServer, Server
 from eagle3_utils.target import Target
 
 NO_DRAFT = "no draft"
@@ -48,11 +51,17 @@ class ServedAnswer:
     verifications: int
     histogram: list[int]
     latency_seconds: float
+    cached_tokens: int = 0  # prompt tokens a prefix cache spared the server
 
     @property
     def num_accepted(self) -> list[int]:
         """Draft tokens accepted per verification, in no particular order."""
         return [accepted for accepted, count in enumerate(self.histogram) for _ in range(count)]
+
+    @property
+    def overshoot(self) -> int:
+        """Tokens verified beyond the answer's end: its first token comes from prefill, the rest from verifications."""
+        return 1 + sum(accepted + 1 for accepted in self.num_accepted) - self.completion_tokens
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def why_not_served(config: EvaluateConfig) -> str | None:
     """Why the served part is left out, None when it is to run. Raises `UserError` for ``served: on`` without a GPU."""
     if config.served == "off":
         return "served: off"
-    if resolve_device(config) == "cuda":
+    if config.server_urls or resolve_device(config) == "cuda":
         return None
     if config.served == "on":
         raise UserError("EAGLE3 serving needs a CUDA GPU, and there is none", "served: on", "use served: auto or off")
@@ -109,23 +118,57 @@ def serve(
     folder: Path,
     log: Callable[[str], None] = print,
 ) -> list[ServedRun]:
-    """Start a server without the draft, then one per shape of ``config.served_shapes``; measure each concurrency.
-
-    All servers have the same flags but for the draft: no prefix cache, CUDA graphs up to the largest concurrency.
-    """
-    most = max(config.served_concurrency)
-    common = ["--disable-radix-cache", "--cuda-graph-max-bs", str(most)]
-    common += [] if config.max_running_requests else ["--max-running-requests", str(most)]
-    runs = []
-    for shape in (None, *(TreeShape(*numbers) for numbers in config.served_shapes)):
+    """Measure every concurrency on a server without the draft and on one per shape, one server after the other."""
+    found = []
+    for shape, client in _servers(config, target, draft_folder, folder, log):
         name = shape_name(shape) if shape else NO_DRAFT
+        for concurrency in config.served_concurrency:
+            found.append(measure(client, prompts, config.served_max_new_tokens, concurrency, name, shape))
+            log(f"{name}, {concurrency} in flight: {found[-1].tokens_per_second:,.0f} tokens/s")
+    return found
+
+
+def _servers(
+    config: EvaluateConfig, target: Target, draft_folder: Path, folder: Path, log: Callable[[str], None]
+) -> Iterator[tuple[TreeShape | None, Client]]:
+    """The user's servers, else one without the draft and one per shape of ``config.served_shapes``.
+
+    Those started here have the same flags but for the draft: no prefix cache, CUDA graphs up to the largest
+    concurrency.
+    """
+    for url in config.server_urls:
+        server = AttachedServer(url, None, target, None)
+        try:
+            yield shape_served(server.client.get_json("/server_info"), draft_folder, log), server.client
+        finally:
+            server.client.close()
+    if config.server_urls:
+        return
+    most = max(config.served_concurrency)
+    common = ["--disable-radix-cache", "--cuda-graph-max-bs-decode", str(most)]
+    common += [] if config.max_running_requests else ["--max-running-requests", str(most)]
+    for shape in (None, *(TreeShape(*numbers) for numbers in config.served_shapes)):
         flags = common + (speculative_flags(draft_folder, shape) if shape else [])
-        log_path = folder / f"server-{name.replace(' ', '')}.log"
+        log_path = folder / f"server-{shape_name(shape).replace(' ', '') if shape else 'nodraft'}.log"
         with Server(config, target, log_path, folder, extra_args=flags) as server:
-            for concurrency in config.served_concurrency:
-                runs.append(measure(server.client, prompts, config.served_max_new_tokens, concurrency, name, shape))
-                log(f"{name}, {concurrency} in flight: {runs[-1].tokens_per_second:,.0f} tokens/s")
-    return runs
+            yield shape, server.client
+
+
+def shape_served(info: dict[str, Any], draft_folder: Path, log: Callable[[str], None] = print) -> TreeShape | None:
+    """The tree a running server drafts, from its `/server_info`; None without a draft.
+
+    Raises `UserError` when it drafts by another algorithm than EAGLE3.
+    """
+    algorithm = info.get("speculative_algorithm")
+    if algorithm is None:
+        return None
+    if str(algorithm).upper() != "EAGLE3":
+        raise UserError(f"the server drafts with {algorithm}, not with EAGLE3", "server_urls")
+    served_from = str(info.get("speculative_draft_model_path"))
+    if Path(served_from).resolve() != draft_folder.resolve():
+        log(f"this server's draft is {served_from}; the run's own is {draft_folder}")
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    return TreeShape(*(int(info[name]) for name in names))
 
 
 def measure(
@@ -135,12 +178,16 @@ def measure(
     concurrency: int,
     draft: str = NO_DRAFT,
     shape: TreeShape | None = None,
+    **sampling: Any,
 ) -> ServedRun:
-    """Answer all prompts greedily, ``concurrency`` at a time, after a short warm-up that is not counted."""
+    """Answer all prompts greedily, ``concurrency`` at a time, after a short warm-up that is not counted.
+
+    ``sampling``: further sampling parameters of SGLang (``ignore_eos=True``, …).
+    """
 
     def ask(prompt: Prompt, num_tokens: int = max_new_tokens) -> ServedAnswer:
         started = time.perf_counter()
-        body = client.generate(prompt.input_ids, max_new_tokens=num_tokens)
+        body = client.generate(prompt.input_ids, max_new_tokens=num_tokens, sampling_params=sampling)
         return parse_answer(prompt, body, time.perf_counter() - started)
 
     with ThreadPoolExecutor(concurrency) as pool:
@@ -166,6 +213,7 @@ def parse_answer(prompt: Prompt, body: dict[str, Any], latency_seconds: float) -
         verifications=meta.get("spec_verify_ct", 0),
         histogram=list(meta.get("spec_correct_drafts_histogram", [])),
         latency_seconds=latency_seconds,
+        cached_tokens=meta.get("cached_tokens", 0),
     )
 
 
@@ -197,18 +245,22 @@ def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
     plain = {run.concurrency: run for run in runs if run.shape is None}
     rows = []
     for run in runs:
+        alone = plain.get(run.concurrency)
         row = {
             "draft": run.draft,
             "concurrency": run.concurrency,
             "tokens/s": run.tokens_per_second,
-            "speed-up": run.tokens_per_second / plain[run.concurrency].tokens_per_second,
+            "speed-up": run.tokens_per_second / alone.tokens_per_second if alone else None,
             "latency p50 (s)": run.latency_seconds(50),
             "latency p95 (s)": run.latency_seconds(95),
+            "requests": len(run.answers),
         }
-        if run.shape is not None:
-            lengths = accept_lengths(run)[ALL]
-            row |= {name: lengths[name].value for name in ("total", "per_request", "counted")}
-            row |= {"changed outputs": len(differences(plain[run.concurrency], run)), "requests": len(run.answers)}
+        if run.shape is not None and (lengths := accept_lengths(run).get(ALL)):
+            row |= {name: lengths[name].value for name in ("counted", "total", "per_request")}
+            row |= {f"accepted at {n}": found.value for n, found in enumerate(positions(run))}
+            row |= {"changed outputs": len(differences(alone, run)) if alone else None}
+        if cached := sum(answer.cached_tokens for answer in run.answers):
+            row["cached prompt tokens"] = cached
         rows.append(row)
     return rows
 

@@ -24,8 +24,8 @@ from eagle3_utils.target import Target
 _SETTER = "set_eagle3_layers_to_capture"
 
 
-def captured_boundaries(target: Target, layer_ids: list[int]) -> list[int]:
-    """The boundaries the served target captures when a draft's config names `layer_ids`, ascending.
+def captured_boundaries(target: Target, layer_ids: list[int] | None) -> list[int]:
+    """The boundaries the served target captures when a draft's config names `layer_ids` (None: no ids), ascending.
 
     Raises `UserError` when SGLang is not installed or the target's class has no EAGLE-3 capture.
     """
@@ -33,7 +33,7 @@ def captured_boundaries(target: Target, layer_ids: list[int]) -> list[int]:
     setter = _setter_of(target.architecture)
     if setter is None:
         raise UserError(f"{target.architecture} has no EAGLE-3 capture in the installed SGLang", str(target.path))
-    setter(stand_in, list(layer_ids))
+    setter(stand_in, None if layer_ids is None else list(layer_ids))
     return sorted(stand_in.captured)
 
 
@@ -52,8 +52,8 @@ def layer_ids_for(target: Target, aux_layers: list[int]) -> list[int]:
     )
 
 
-def aux_layers_of(target: Target, layer_ids: list[int]) -> list[int]:
-    """The inverse: outputs of which layers (0-based) a served draft with these ids is given."""
+def aux_layers_of(target: Target, layer_ids: list[int] | None) -> list[int]:
+    """The inverse: outputs of which layers (0-based) a served draft with these ids is given; None: SGLang's default."""
     return [boundary - 1 for boundary in captured_boundaries(target, layer_ids)]
 
 

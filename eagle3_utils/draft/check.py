@@ -1,93 +1,201 @@
-"""A strict check of a draft folder against its target: what SGLang would not notice, said in one line each."""
+"""A strict check of a draft folder against its target: what SGLang would not notice, said in one line each.
+
+    review = review_draft(Path("draft"), load_target("Qwen/Qwen3-8B"))
+    review.problems        # what would go wrong in serving; [] when nothing would
+    review.notes           # what to know: right only if the draft was trained so
+
+Works on drafts of other trainers too (layouts.py).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from eagle3_utils.draft.export import draft_config_of, read_draft_config
+from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
+from eagle3_utils.draft.export import draft_config_of
+from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import vocab_map_of
-from eagle3_utils.errors import UserError
-from eagle3_utils.target import Target
+from eagle3_utils.target import Target, load_final_norm
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_BLOCK = 512  # rows and columns of a matrix that are looked at for its spectrum
+_EDGE_MARGIN = 1.1  # the largest singular value of noise stays this close to its edge from 64 × 64 on
+
+
+@dataclass
+class Review:
+    """What was found; every finding is one line."""
+
+    layout: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def check_draft(folder: Path, target: Target, trained_aux_layers: list[int] | None = None) -> list[str]:
-    """Problems of a draft, an empty list when there are none.
+    """The problems of `review_draft`."""
+    return review_draft(folder, target, trained_aux_layers).problems
 
-    trained_aux_layers: 0-based layers the draft was trained on, when they are known.
-    Raises `UserError` when the folder is no EAGLE-3 draft at all.
+
+def review_draft(folder: Path, target: Target, trained_aux_layers: list[int] | None = None) -> Review:
+    """Look at everything SGLang reads of a draft, and at what it does not.
+
+    trained_aux_layers: 0-based layers the draft was trained on; by default what its own config.json says, if anything.
+    Raises `UserError` when the folder is no EAGLE draft at all.
     """
-    folder = Path(folder)
-    values = read_draft_config(folder)
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        return [f"no {weights.name}: SGLang would find no weights"]
-    tensors = load_file(weights)
+    files = read_draft_files(folder)
+    review = Review(files.layout, list(files.problems), list(files.notes))
+    if files.layout.startswith("eagle1"):
+        return review
+    if not files.tensors:
+        review.problems.append("no *.safetensors and no *.bin: SGLang would find no weights")
+        return review
+    _check_layers(files, target, trained_aux_layers or files.values.get("trained_aux_layers"), review)
+    if "draft_vocab_size" not in files.values:
+        review.problems.append("config.json has no draft_vocab_size: SGLang would stop with an AttributeError")
+        files.values["draft_vocab_size"] = len(files.tensors["d2t"]) if "d2t" in files.tensors else None
     try:
-        config = draft_config_of(values, target)
-    except UserError as error:
-        return [f"{error.what}: SGLang would fall back to default layers"]
+        config = draft_config_of(files.values | {"eagle_config": {_LAYER_IDS: _any_ids(files, target)}}, target)
     except KeyError as error:
-        return [f"config.json has no {error.args[0]}"]
-    problems = _config_problems(values, config, target, trained_aux_layers)
-    problems += _tensor_problems(tensors, config)
-    return problems + _vocab_problems(tensors, config)
+        review.problems.append(f"config.json has no {error.args[0]}: SGLang would not start")
+        return review
+    _check_config(files, config, target, review)
+    _check_tensors(files, config, target, review)
+    review.problems += _vocab_problems(files.tensors, config)
+    return review
 
 
-def _config_problems(
-    values: dict[str, Any], config: DraftConfig, target: Target, trained: list[int] | None
-) -> list[str]:
-    problems = []
-    for key in ("eagle_config", "draft_vocab_size", "max_position_embeddings"):
-        if values.get(key) is None:
-            problems.append(f"config.json has no {key}: SGLang would use a default without a word")
+def _any_ids(files: DraftFiles, target: Target) -> list[int]:
+    """Layer ids to build a `DraftConfig` with; whether they are the right ones is `_check_layers`' question."""
+    if ids := (files.values.get("eagle_config") or {}).get(_LAYER_IDS):
+        return ids
+    layers = [boundary - 1 for boundary in files.boundaries] if files.boundaries else aux_layers_of(target, None)
+    return layer_ids_for(target, layers)
+
+
+def _check_layers(files: DraftFiles, target: Target, trained: list[int] | None, review: Review) -> None:
+    """Which layers this target's own class will capture, beside those of training."""
+    ids = (files.values.get("eagle_config") or {}).get(_LAYER_IDS)
+    if files.boundaries is not None:
+        right = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
+        review.problems.append(
+            f"layer ids {files.boundaries} stand outside eagle_config and count what enters a layer: for "
+            f"{target.architecture} write eagle_config.{_LAYER_IDS} = {right}"
+        )
+        return
+    captured = aux_layers_of(target, ids or None)
+    if not ids and files.layout == "sglang":
+        review.problems.append(
+            f"config.json has no eagle_config.{_LAYER_IDS}: SGLang would capture its default layers {captured}"
+        )
+    elif trained is not None and captured != sorted(trained):
+        review.problems.append(
+            f"layer ids {ids} make {target.architecture} capture the outputs of layers {captured}; "
+            f"the draft was trained on {sorted(trained)}: acceptance would fall without an error"
+        )
+    else:
+        review.notes.append(
+            f"layer ids {ids or '(default)'}: {target.architecture} captures the outputs of layers {captured}"
+        )
+
+
+def _check_config(files: DraftFiles, config: DraftConfig, target: Target, review: Review) -> None:
+    values, problems = files.values, review.problems
+    if (values.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        problems.append(
+            "eagle_config.use_aux_hidden_state is false: SGLang would feed final states, not auxiliary ones"
+        )
+    if values.get("max_position_embeddings") is None:
+        problems.append("config.json has no max_position_embeddings: SGLang would take 2048")
     if values.get("rope_parameters") is None and values.get("rope_theta") is None:
         problems.append("config.json has neither rope_parameters nor rope_theta: SGLang would use theta 10000")
-    if values.get("tie_word_embeddings", True):
-        problems.append("tie_word_embeddings is not false: the draft would use the embeddings as its lm_head")
+    elif _same_rope(config.rope) != _same_rope(target.rope):
+        line = f"RoPE {_same_rope(config.rope)} is not the target's {_same_rope(target.rope)}"
+        if files.layout == "sglang":  # our own training always mirrors the target's
+            problems.append(f"{line}, with which the draft was trained: acceptance would fall without an error")
+        else:
+            review.notes.append(f"{line}: right only if the draft was trained with it")
+    if values.get("tie_word_embeddings"):
+        problems.append("tie_word_embeddings is true: the draft would use the embeddings as its lm_head")
     if config.hidden_size != target.hidden_size:
         problems.append(
             f"hidden_size {config.hidden_size} is not the target's {target.hidden_size}: no shared embedding"
         )
     if config.vocab_size != target.vocab_size:
-        problems.append(f"vocab_size {config.vocab_size} is not the target's {target.vocab_size}")
+        problems.append(
+            f"vocab_size {config.vocab_size} is not the target's {target.vocab_size}: not this target's draft"
+        )
     if config.max_position_embeddings < target.max_position_embeddings:
         problems.append(
             f"max_position_embeddings {config.max_position_embeddings} is below the target's "
             f"{target.max_position_embeddings}: acceptance falls on longer contexts"
         )
-    if trained is not None and list(config.aux_layers) != sorted(trained):
-        problems.append(
-            f"layer ids {values['eagle_config']['eagle_aux_hidden_state_layer_ids']} make {target.architecture} "
-            f"capture the outputs of layers {list(config.aux_layers)}; the draft was trained on {sorted(trained)}"
-        )
-    return problems
 
 
-def _tensor_problems(tensors: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
-    problems = []
-    renamed = {name.replace("layers.0.", "midlayer."): name for name in tensors}
+def _same_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """RoPE parameters in one form, so that equal ones compare equal."""
+    plain = {key: value for key, value in rope.items() if value is not None and key != "type"}
+    plain["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    return {k: float(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in plain.items()}
+
+
+def _check_tensors(files: DraftFiles, config: DraftConfig, target: Target, review: Review) -> None:
+    """Every expected tensor: there, shaped, finite, trained; nothing else."""
+    tensors, problems = files.tensors, review.problems
+    is_random = _is_random(target)
     with torch.device("meta"):
         vocab = vocab_map_of(torch.arange(config.draft_vocab_size), config.vocab_size)
         embed = torch.empty(config.vocab_size, config.hidden_size)
         expected = {name: tuple(t.shape) for name, t in DraftModel(config, vocab, embed).state_dict().items()}
-    for name in sorted(expected.keys() - renamed.keys() - {"d2t", "t2d"}):
-        problems.append(f"{name} is missing: SGLang would serve it at its random initial value")
-    for name in sorted(renamed.keys() - expected.keys() - {"embed_tokens.weight"}):
-        problems.append(f"{renamed[name]} is unknown: SGLang would skip it without a word")
-    for name in sorted(expected.keys() & renamed.keys()):
-        tensor = tensors[renamed[name]]
+    if files.values.get("draft_vocab_size", 0) is None:
+        expected.pop("lm_head.weight")  # SGLang then takes the target's
+    for name in sorted(expected.keys() - tensors.keys() - {"d2t", "t2d"}):
+        consequence = ": nothing drafted would be accepted" if name == "lm_head.weight" else ""
+        problems.append(f"{name} is missing: SGLang would serve it at its random initial value{consequence}")
+    for name in sorted(tensors.keys() - expected.keys() - {"embed_tokens.weight"}):
+        problems.append(f"{name} is unknown: SGLang would skip it without a word")
+    for name in sorted(expected.keys() & tensors.keys()):
+        tensor = tensors[name]
         if tuple(tensor.shape) != expected[name]:
-            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}")
+            problems.append(
+                f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}: SGLang would not start"
+            )
         elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            problems.append(f"{name} holds values that are not finite")
-        elif tensor.is_floating_point() and tensor.dim() == 2 and float(tensor.float().std()) == 0.0:
-            problems.append(f"{name} is constant: it was never trained or never loaded")
-    return problems
+            problems.append(f"{name} holds values that are not finite: every drafted token would be garbage")
+        elif tensor.is_floating_point() and (why := why_untrained(tensor, is_random)):
+            problems.append(f"{name} {why}: it was never trained or never loaded")
+    if "embed_tokens.weight" in tensors:
+        review.notes.append("embed_tokens.weight is not used: SGLang shares the target's embeddings")
+
+
+def _is_random(target: Target) -> bool:
+    """Whether the target itself was never trained (a test's); its draft may look so too. No weights here: it was."""
+    return any(target.path.glob("*.safetensors")) and bool((load_final_norm(target) == 1).all())
+
+
+def why_untrained(tensor: torch.Tensor, may_be_random: bool = False) -> str | None:
+    """How a weight shows that it still has its initial value; None when it does not.
+
+    A vector is a norm's weight, which begins at 1. A matrix begins constant or as independent random numbers: then its
+    largest singular value lies at the edge s·(√rows + √columns) of the Marchenko–Pastur law, s being the numbers'
+    deviation. Training adds directions of its own, far above that edge after a few optimiser steps.
+    ``may_be_random``: the target itself is, so only a constant matrix counts.
+    """
+    if tensor.dim() == 1:
+        return "is 1 everywhere" if bool((tensor == 1).all()) and not may_be_random else None
+    block = tensor[:_BLOCK, :_BLOCK].float()
+    deviation = float(block.std())
+    if deviation == 0.0:
+        return "is constant"
+    if may_be_random:
+        return None
+    edge = deviation * (block.shape[0] ** 0.5 + block.shape[1] ** 0.5)
+    largest = float(torch.linalg.matrix_norm(block, 2))
+    return "is random noise" if largest < _EDGE_MARGIN * edge else None
 
 
 def _vocab_problems(tensors: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:
@@ -106,5 +214,5 @@ def _vocab_problems(tensors: dict[str, torch.Tensor], config: DraftConfig) -> li
     if torch.equal(absolute.sort().values, t2d.bool().nonzero().flatten()):
         return ["d2t holds target ids, not offsets: SGLang adds the draft id, so every drafted token would be wrong"]
     if not in_range:
-        return [f"d2t maps outside the vocabulary (ids {int(ids.min())} to {int(ids.max())})"]
+        return [f"d2t maps outside the vocabulary (ids {int(ids.min())} to {int(ids.max())}): SGLang would crash"]
     return ["d2t and t2d do not say the same: drafted ids would be mapped to other tokens than those trained"]

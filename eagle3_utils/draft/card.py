@@ -1,0 +1,142 @@
+"""A draft's model card: README.md beside the weights, with what a person needs who only has the folder.
+
+How to serve it, what it was made for and from, what was measured, and the hashes that tie it to its run. Figures come
+from the `metrics.json` of the run's stages; what was not measured is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eagle3_utils import runs
+from eagle3_utils.config import STAGES
+
+CARD_NAME = "README.md"
+
+
+def write_card(folder: Path, run_folder: Path) -> Path:
+    """Write the card of the draft in `folder`, which the run in `run_folder` made; returns its path."""
+    values = json.loads((folder / "config.json").read_text())
+    metrics = {stage[:2]: _read(run_folder / stage / "metrics.json") for stage in STAGES}
+    done = {stage[:2]: runs.read_done(run_folder, stage) or {} for stage in STAGES}
+    text = card_text(values, metrics, done)
+    temporary = folder / f".{CARD_NAME}.tmp"
+    temporary.write_text(text)
+    temporary.replace(folder / CARD_NAME)
+    return folder / CARD_NAME
+
+
+def card_text(values: dict[str, Any], metrics: dict[str, dict], done: dict[str, dict]) -> str:
+    """The card of a draft with this config.json; metrics and DONE.json by stage number, empty where there are none."""
+    target = target_name(str(done["04"].get("config", {}).get("model", "the target")))
+    parts = [
+        f"---\nbase_model: {target}\ntags: [eagle3, speculative-decoding, sglang]\n---",
+        f"# EAGLE-3 draft for {target}",
+        "Drafts for this target, and no other, in SGLang; what is generated stays the target's own.",
+        "## Serve\n\n```\n" + serve_command(target, metrics["05"].get("shape") or [3, 1, 4]) + "\n```",
+        "## Draft\n\n" + _table(_shape_rows(values, done["04"].get("config", {}))),
+    ]
+    for title, rows in (
+        ("Measured", _measured_rows(metrics)),
+        ("Data", _data_rows(metrics)),
+        ("Lineage", _lineage_rows(done)),
+    ):
+        if rows:
+            parts.append(f"## {title}\n\n{_table(rows)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def serve_command(target: str, shape: list[int], draft: str = "PATH/TO/THIS/FOLDER") -> str:
+    """SGLang's command line for a target with a draft; shape is [steps, top-k, draft tokens]."""
+    steps, topk, tokens = shape
+    return (
+        f"python -m sglang.launch_server --model-path {target} \\\n"
+        f"  --speculative-algorithm EAGLE3 --speculative-draft-model-path {draft} \\\n"
+        f"  --speculative-num-steps {steps} --speculative-eagle-topk {topk} --speculative-num-draft-tokens {tokens}"
+    )
+
+
+def target_name(model: str) -> str:
+    """A hub name as it is; of a folder only its own name, since the way to it means nothing elsewhere."""
+    if model == "example":
+        return "SmolLM2-135M-Instruct"
+    return Path(model).name if model.startswith(("/", ".", "~")) or model.count("/") > 1 else model
+
+
+def _shape_rows(values: dict[str, Any], training: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("class", values["architectures"][0]),
+        ("hidden size, MLP width", f"{values['hidden_size']:,}, {values['intermediate_size']:,}"),
+        ("draft vocabulary", f"{values['draft_vocab_size']:,} of {values['vocab_size']:,} tokens"),
+        ("layer ids for SGLang", str(values["eagle_config"]["eagle_aux_hidden_state_layer_ids"])),
+        ("RoPE, positions", f"{_words(values['rope_parameters'])}; {values['max_position_embeddings']:,}"),
+    ]
+    if training:
+        rows.append(("trained on samples up to", f"{training['max_seq_len']:,} tokens"))
+        rows.append(("training-time test", f"{training['ttt_steps']} steps, loss {training['loss']}"))
+    return rows
+
+
+def _measured_rows(metrics: dict[str, dict]) -> list[tuple[str, str]]:
+    rows, training, evaluation = [], metrics["04"], metrics["05"]
+    if training:
+        rows.append(("validation accuracy by step", " / ".join(f"{a:.3f}" for a in training["validation_accuracy"])))
+        rows.append(("drafting the most frequent token", f"{training['baseline_accuracy']:.3f}"))
+        rows.append(("simulated accept length, validation text", f"{training['accept_length']:.2f}"))
+    if evaluation:
+        interval = evaluation["accept_length_interval"]
+        by_source = ", ".join(f"{name} {length:.2f}" for name, length in evaluation["accept_length_by_source"].items())
+        rows.append((
+            f"accept length ({evaluation['accept_length_from']}, steps · top-k · draft tokens "
+            f"{' · '.join(map(str, evaluation['shape']))})",
+            f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]; {by_source}",
+        ))  # fmt: skip
+        for row in evaluation.get("served") or []:
+            if "counted" in row:
+                speed_up = f", {row['speed-up']:.2f}× the tokens/s of the target alone" if row.get("speed-up") else ""
+                label = f"served by SGLang, {row['draft']}, {row['concurrency']} in flight"
+                rows.append((label, f"accept length {row['counted']:.2f}{speed_up}"))
+        passed = (evaluation.get("parity") or {}).get("passed")
+        if passed is not None:
+            rows.append(("served acceptance equals the offline one", "yes" if passed else "NO"))
+    if rows:
+        rows.append(("", "Accept length counts the bonus token; 1.0: nothing drafted is accepted. Intervals: 95 %."))
+    return rows
+
+
+def _data_rows(metrics: dict[str, dict]) -> list[tuple[str, str]]:
+    corpus = metrics["01"]
+    if not corpus:
+        return []
+    total = f"{corpus['num_samples']:,} samples, {corpus['num_tokens']:,} tokens"
+    rows = [("corpus", f"{total}, {corpus['supervised_share']:.0%} supervised")]
+    for row in corpus.get("statistics") or []:
+        if row.get("source") not in (None, "all"):
+            rows.append((f"source {row['source']}", f"{row['samples']:,} samples, {row['tokens']:,} tokens"))
+    return rows
+
+
+def _lineage_rows(done: dict[str, dict]) -> list[tuple[str, str]]:
+    training, rows = done["04"], []
+    for stage in STAGES:
+        outputs = done[stage[:2]].get("outputs", {})
+        if outputs:
+            rows.append((stage, ", ".join(f"{name} `{value}`" for name, value in outputs.items())))
+    if training:
+        rows.append(("read by the training", ", ".join(f"{k} `{v}`" for k, v in training["inputs"].items())))
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in training["versions"].items())))
+    return rows
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)])
+
+
+def _words(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}

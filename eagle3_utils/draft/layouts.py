@@ -1,0 +1,124 @@
+"""Draft folders as others write them, told apart and put into SGLang's own names for one and the same check.
+
+- sglang: what `export.py` writes; SpecForge and the re-uploads of EAGLE drafts for SGLang have the same tensors, but
+  often leave `eagle_config` out.
+- eagle: SafeAILab's EAGLE-3 checkpoints: the same tensors under `"architectures": ["LlamaForCausalLM"]`.
+- speculators: vLLM's: the layer's shape nested in `transformer_layer_config`, tensors under `layers.0.`, the layer ids
+  counted as vLLM counts them (what *enters* a layer), and two norms that SGLang's class does not have.
+- eagle1: an EAGLE-1 or -2 draft, which another SGLang algorithm serves.
+
+Sources: sglang/srt/models/llama_eagle3.py; the config classes of speculators and SpecForge.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from eagle3_utils.draft.export import ARCHITECTURES
+from eagle3_utils.errors import UserError
+
+LLAMA = ARCHITECTURES["llama"]
+_RENAMED = {
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass
+class DraftFiles:
+    """A draft folder's config and tensors in SGLang's names.
+
+    `problems` are what the layout itself would do in SGLang, `notes` what it means; `boundaries` are the layer ids of
+    a layout that counts them as what enters a layer, None where `eagle_config` says them in SGLang's way.
+    """
+
+    layout: str
+    values: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    boundaries: list[int] | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_draft_files(folder: Path) -> DraftFiles:
+    """Read and recognise a draft folder. Raises `UserError` when it is no EAGLE draft of any known layout."""
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError("no config.json: not a draft folder", str(folder))
+    values, tensors = json.loads(path.read_text()), _load_tensors(folder)
+    names = {_sglang_name(name) for name in tensors}
+    if "transformer_layer_config" in values or "speculators_model_type" in values:
+        return _speculators(values, tensors)
+    architecture = (values.get("architectures") or ["?"])[0]
+    if architecture in ARCHITECTURES.values():
+        return _sglang(values, tensors)
+    if {"fc.weight", "midlayer.hidden_norm.weight"} <= names:
+        problem = f"architecture {architecture} would be built as a whole model: write {LLAMA} into config.json"
+        found = _sglang({**values, "architectures": [LLAMA]}, tensors)
+        found.layout, found.problems = "eagle (SafeAILab's EAGLE-3)", [problem]
+        return found
+    if "fc.weight" in names and "lm_head.weight" not in names:
+        problem = "an EAGLE-1/2 draft (it has no lm_head of its own): serve it with --speculative-algorithm EAGLE"
+        return DraftFiles("eagle1 (EAGLE-1/2)", values, tensors, problems=[problem])
+    known = " or ".join(ARCHITECTURES.values())
+    raise UserError(f"architecture {architecture} is not {known}", str(path))
+
+
+def _sglang(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFiles:
+    ours = "num_aux_hidden_states" in values
+    found = DraftFiles("sglang" if ours else "sglang (SpecForge or alike)", values, _renamed(tensors))
+    if not ours and not (values.get("eagle_config") or {}).get(_LAYER_IDS):
+        found.notes.append(f"no eagle_config.{_LAYER_IDS}: SGLang captures its default layers, as SpecForge trains on")
+    return found
+
+
+def _speculators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFiles:
+    flat = {key: value for key, value in values.items() if key != "transformer_layer_config"}
+    flat = {**values.get("transformer_layer_config", {}), **flat, "architectures": [LLAMA]}
+    flat["tie_word_embeddings"] = False
+    found = DraftFiles("speculators (vLLM's)", flat, _renamed(tensors), boundaries=values.get(_LAYER_IDS))
+    found.problems.append(
+        "the layer's shape is nested in transformer_layer_config: SGLang does not read it and would not start; "
+        f"flatten it and write architecture {LLAMA}"
+    )
+    if values.get("norm_before_residual", True):
+        found.problems.append(
+            "norm_before_residual: the residual is the normed state, SGLang's class adds the raw one: acceptance would "
+            "collapse; it must be trained again without it"
+        )
+    if values.get("norm_before_fc"):
+        found.problems.append("norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have")
+    if found.boundaries is None:
+        found.notes.append(f"no {_LAYER_IDS}: vLLM and SGLang both capture what enters layers 2, n/2 and n-3")
+    return found
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {_sglang_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _sglang_name(name: str) -> str:
+    for theirs, ours in _RENAMED.items():
+        name = name.replace(theirs, ours)
+    return name.removeprefix("model.")
+
+
+def _load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of *.safetensors, else of *.bin (read without unpickling anything but tensors)."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    if not tensors:
+        for path in sorted(folder.glob("*.bin")):
+            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+    return tensors

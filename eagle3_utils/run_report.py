@@ -1,0 +1,294 @@
+"""`outputs/RUN/report.html`: a run on one page, from whatever stages are done, for the screen and for print.
+
+    write_report(Path("outputs/smollm2-cpu"))        # eagle3 report outputs/smollm2-cpu
+
+The page stands alone: figures are SVG inside it, links go to the notebooks beside it. It is drawn from the stages'
+`DONE.json` and `metrics.json` and from the training journal; nothing is computed anew.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from eagle3_utils import runs, summary
+from eagle3_utils.acceptance.offline import Interval
+from eagle3_utils.config import STAGES
+from eagle3_utils.draft.card import target_name
+from eagle3_utils.draft.training.journal import read_journal
+from eagle3_utils.plots import acceptance as acceptance_plots
+from eagle3_utils.plots import draft as draft_plots
+from eagle3_utils.plots.style import svg_uri
+
+REPORT_NAME = "report.html"
+
+_PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>$title</title><style>
+body {font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #111}
+h1 {font-size: 1.6rem} h2 {font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #999}
+h3 {font-size: 1rem; margin: 1.2rem 0 .3rem}
+table {border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums}
+th, td {text-align: left; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #ddd; vertical-align: top}
+td.number {text-align: right} .wide {overflow-x: auto} code {font-size: .9em}
+img {max-width: 100%; height: auto} .note {color: #444} .bad {font-weight: bold; text-decoration: underline}
+@media print {body {font-size: 10pt; margin: 0; max-width: none} h2 {break-after: avoid}
+  table, img {break-inside: avoid} a {color: inherit; text-decoration: none} .wide {overflow: visible}}
+</style></head><body>
+<h1>$title</h1>
+$body
+</body></html>
+""")
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write the page of a run folder and return its path. Stages that are not done have no section."""
+    metrics = {stage: _read(run_folder / stage / "metrics.json") for stage in STAGES}
+    done = {stage: runs.read_done(run_folder, stage) for stage in STAGES}
+    body = [_heading(done), table({"": label, "result": value} for label, value in summary.result_rows(run_folder))]
+    body.append(section("Lineage", _lineage(run_folder, done)))
+    for stage, (title, draw) in _SECTIONS.items():
+        if metrics[stage]:
+            body.append(section(title, *draw(metrics[stage], run_folder, done[stage])))
+    path = run_folder / REPORT_NAME
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(_PAGE.substitute(title=f"EAGLE-3 draft: {html.escape(run_folder.name)}", body="\n".join(body)))
+    temporary.replace(path)
+    return path
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """An HTML table with one column per key, in the order of their first appearance; empty without rows."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if not names:
+        return ""
+    head = "".join(f"<th>{html.escape(str(name).replace('_', ' '))}</th>" for name in names)
+    lines = ["".join(_cell(row.get(name, "")) for name in names) for row in rows]
+    return (
+        f'<div class="wide"><table><tr>{head}</tr>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A titled part of the page; empty parts are left out."""
+    return "\n".join([f"<h2>{html.escape(title)}</h2>", *filter(None, parts)])
+
+
+def rows_of(value: Any, name: str = "") -> list[dict[str, Any]]:
+    """Rows for `table` from a list of dicts, or from a dict of dicts (its keys become the first column)."""
+    if isinstance(value, dict):
+        return [{name: key} | inner for key, inner in value.items() if isinstance(inner, dict)]
+    return [row for row in value or [] if isinstance(row, dict)]
+
+
+def scalars(values: dict[str, Any]) -> str:
+    """The plain numbers, words and short lists of a metrics dict as a two-column table."""
+    plain = {k: v for k, v in values.items() if isinstance(v, str | int | float) or _is_flat_list(v)}
+    return table({"figure": name.replace("_", " "), "value": value} for name, value in plain.items())
+
+
+def _heading(done: dict[str, dict | None]) -> str:
+    last = next((entry for entry in reversed(done.values()) if entry), None)
+    if last is None:
+        return "<p>No stage of this run is done yet.</p>"
+    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    model = html.escape(target_name(last["config"]["model"]))
+    return (
+        f"<p>Target <b>{model}</b>. Written {time.strftime('%Y-%m-%d %H:%M')}. <span class=note>{versions}</span></p>"
+    )
+
+
+def _lineage(run_folder: Path, done: dict[str, dict | None]) -> str:
+    rows = []
+    for stage, entry in done.items():
+        row = {"stage": _Link(stage, _notebook(run_folder, stage)), "state": "done" if entry else "not done"}
+        if entry:
+            row |= {"reads": _hashes(entry["inputs"]), "makes": _hashes(entry["outputs"])}
+            row |= {"seconds": entry["wall_seconds"], "parameters": entry["config_hash"][:8]}
+        rows.append(row)
+    note = "<p class=note>Eight digits of each content hash: what a stage makes is what the next one reads.</p>"
+    return table(rows) + note
+
+
+def _corpus(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
+    coverage = {f"{int(size):,} tokens": share for size, share in (metrics.get("draft_vocab_coverage") or {}).items()}
+    return [
+        table(rows_of(metrics.get("counts"), "split")),
+        table(rows_of(metrics.get("statistics"))),
+        "<h3>Supervised tokens inside a draft vocabulary</h3>" + table([coverage]) if coverage else "",
+    ]
+
+
+def _probe(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
+    probe = _read(run_folder / "02_patch_and_probe" / "probe.json") or {}
+    gates = [{key: gate.get(key, "") for key in ("name", "measured", "threshold", "verdict")}
+             for gate in probe.get("gates", [])]  # fmt: skip
+    return [table(gates), "<h3>Pilot</h3>" + scalars(metrics["pilot"]) if metrics.get("pilot") else ""]
+
+
+def _extraction(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
+    return [
+        scalars(metrics),
+        table(rows_of(metrics.get("stores"), "store")),
+        table(rows_of((metrics.get("pilot") or {}).get("codecs"))),
+    ]
+
+
+def _training(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
+    folder = Path(done["data"]) / "draft" if done else run_folder / "data" / "draft"
+    train, validation = read_journal(folder, "train"), read_journal(folder, "validation")
+    report = metrics.get("report") or {}
+    best = report.get("validation") or {}
+    by_step = {name: values for name, values in best.items() if isinstance(values, list)}
+    rows = [{"step": step} | {name: values[step] for name, values in by_step.items()}
+            for step in range(len(best.get("accuracy", [])))]  # fmt: skip
+    return [
+        scalars(metrics | {key: value for key, value in report.items() if key != "validation"}),
+        _figure(lambda: draft_plots.training_curves(train, validation)) if train and validation else "",
+        "<h3>Best draft on validation, by step of the unroll</h3>" + table(rows) if rows else "",
+        _figure(lambda: draft_plots.acceptance_by_step(best)) if rows else "",
+    ]
+
+
+def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
+    teacher_forced = _intervals(metrics.get("teacher_forced") or {})
+    lengths, replayed = _intervals(metrics.get("accept_lengths") or {}), _intervals(metrics.get("replayed") or {})
+    parts = [
+        "<p class=note>Accept length counts the bonus token: 1.0 means that nothing drafted was accepted. "
+        "Intervals are 95 %, from a bootstrap over prompts.</p>",
+        scalars({k: v for k, v in metrics.items() if k in ("accept_length_from", "num_prompts", "shape", "identical")}),
+    ]
+    if teacher_forced:
+        parts += ["<h3>Teacher-forced, by source and drafting step</h3>" + table(_step_rows(teacher_forced))]
+        parts += [_figure(lambda: acceptance_plots.by_step(teacher_forced, "conditional"))]
+        parts += [_figure(lambda: acceptance_plots.by_step(teacher_forced, "accuracy", baseline=True))]
+    if any(lengths.values()):
+        parts += ["<h3>Held-out prompts</h3>" + table(rows_of(lengths, "accept length"))]
+        parts += [_figure(lambda: acceptance_plots.accept_length_by_source(lengths))]
+    if replayed:
+        parts += ["<h3>Other shapes (steps · top-k · draft tokens)</h3>" + table([replayed])]
+        parts += [_figure(lambda: acceptance_plots.accept_length_by_shape(replayed))]
+    return [*parts, *_served(metrics)]
+
+
+def _served(metrics: dict[str, Any]) -> list[str]:
+    parity = metrics.get("parity") or {}
+    if metrics.get("served_left_out"):
+        return [f"<h3>Served by SGLang</h3><p>Left out: {html.escape(metrics['served_left_out'])}.</p>"]
+    rows = metrics.get("served") or []
+    parts = ["<h3>Served by SGLang</h3>" + table(rows)] if rows else []
+    parts += [_figure(lambda: acceptance_plots.served_speed(rows))] if rows else []
+    by_source = _intervals(metrics.get("served_accept_lengths") or {})
+    counted = {run: {source: of["counted"] for source, of in found.items()} for run, found in by_source.items()}
+    parts += ["<h3>Served accept length by source</h3>" + table(rows_of(counted, "draft"))] if counted else []
+    if changes := metrics.get("served_changes"):
+        parts += ["<h3>Outputs that the draft changed, and why</h3>" + table(changes)]
+    if parity.get("left_out"):
+        return [*parts, f"<h3>Parity</h3><p>Left out: {html.escape(parity['left_out'])}.</p>"]
+    if parity.get("served"):
+        pairs = zip(parity["offline"], parity["served"], strict=True)
+        compared = [{"accepted at least": n, "offline": a, "served": b} for n, (a, b) in enumerate(pairs, start=1)]
+        verdict = "passed" if parity["passed"] else f'<span class="bad">FAILED</span> {_causes(parity)}'
+        parts += [f"<h3>Parity: {verdict} (tolerance {parity['tolerance']})</h3>" + table(compared)]
+        names = {"fault": "fault tried", "distance": "largest difference", "mismatch": "counted otherwise"}
+        trials = [{label: trial.get(key, "") for key, label in names.items()} for trial in parity.get("trials", [])]
+        parts += [
+            f"<p>Prompt by prompt, {parity.get('mismatch', 0):.1%} of the verifications are counted otherwise.</p>"
+        ]
+        parts += [table(sorted(trials, key=lambda row: row["counted otherwise"]))]
+    return parts
+
+
+def _causes(parity: dict[str, Any]) -> str:
+    return "explained by: " + html.escape("; or ".join(parity.get("causes") or ["none of the faults tried"]))
+
+
+def _states(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
+    lists = [table(rows_of(value)) for value in metrics.values() if isinstance(value, list) and rows_of(value)]
+    return [scalars(metrics), *lists]
+
+
+_Draw = Callable[[dict[str, Any], Path, dict | None], Sequence[str]]
+_SECTIONS: dict[str, tuple[str, _Draw]] = {
+    "01_merge_data": ("Corpus", _corpus),
+    "02_patch_and_probe": ("Probe: is what the server captures what we think?", _probe),
+    "03_extract_hidden_states": ("Extraction", _extraction),
+    "04_train_draft": ("Training", _training),
+    "05_evaluate_acceptance": ("Acceptance", _acceptance),
+    "06_inspect_hidden_states": ("Hidden states", _states),
+}
+
+
+class _Link(str):
+    """A table cell that links to a file beside the page."""
+
+    def __new__(cls, text: str, address: str | None):
+        link = super().__new__(cls, text)
+        link.address = address
+        return link
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, _Link) and value.address:
+        return f'<td><a href="{html.escape(value.address)}">{html.escape(value)}</a></td>'
+    if isinstance(value, bool):
+        return f"<td>{'yes' if value else 'no'}</td>"
+    if isinstance(value, int | float):
+        return f'<td class="number">{_number(value)}</td>'
+    if isinstance(value, list):
+        return f"<td>{html.escape('  '.join(map(_number, value)))}</td>"
+    text = html.escape(str(value))
+    return f'<td class="bad">{text}</td>' if value in ("fail", "FAILED", "NO") else f"<td>{text}</td>"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _is_flat_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value)
+
+
+def _figure(draw: Callable[[], Any]) -> str:
+    try:
+        return f'<p><img alt="figure" src="{svg_uri(draw())}"></p>'
+    except (KeyError, ValueError, IndexError) as error:  # records of another version; the page must not fail for one
+        return f"<p>No figure from these records: {html.escape(f'{type(error).__name__}: {error}')}.</p>"
+
+
+def _intervals(value: Any) -> Any:
+    """Dicts written by `offline.to_json` as `Interval`s again."""
+    if isinstance(value, dict):
+        if value.keys() == {"value", "low", "high"}:
+            return Interval(**value)
+        return {key: _intervals(item) for key, item in value.items()}
+    return [_intervals(item) for item in value] if isinstance(value, list) else value
+
+
+def _step_rows(teacher_forced: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    names = ("accuracy", "conditional", "overlap", "out_of_vocab", "baseline", "accept_length")
+    return [
+        {"source": source, "step": step, "positions": positions} | {name: str(of[name][step]) for name in names}
+        for source, of in teacher_forced.items()
+        for step, positions in enumerate(of["supervised"])
+    ]
+
+
+def _notebook(run_folder: Path, stage: str) -> str | None:
+    names = (f"{stage}/notebook.html", f"{stage}/notebook.ipynb")
+    return next((name for name in names if (run_folder / name).is_file()), None)
+
+
+def _hashes(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value[:8]}" for name, value in values.items())
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.is_file() else None

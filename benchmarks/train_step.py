@@ -1,15 +1,17 @@
 """One optimiser step of draft training on random states: tokens/s and peak memory, beside SpecForge's own step.
 
     python benchmarks/train_step.py                                  # a small shape, CPU or GPU
-    python benchmarks/train_step.py --shape llama-8b --batch 4       # on a GPU; also kimi
-    python benchmarks/train_step.py --shape llama-8b --mix           # lognormal lengths, 55 % supervised in turns
-    python benchmarks/train_step.py --shape llama-8b --peer train_step_specforge.py
+    python benchmarks/train_step.py --shape llama-8b --batch 4       # on a GPU; also kimi, also --mix
+    python benchmarks/train_step.py --goals --peer train_step_specforge.py --specforge DIR
+
+The last runs ours and the peer's harness on every shape and prints one table (benchmarks/side_by_side.py). DIR is
+where `pip install --no-deps --target DIR specforge==0.2.0` put the peer.
 
 Dense (default): `--batch` documents of `--tokens` tokens, each token supervised with probability 0.7, as the peer's
-harness makes them. Mix: documents of lognormal length (mean 700, at most --tokens) packed to batch × tokens; a peer
-pads them, so its real tokens/s are its dense rate times mean length / tokens.
-tokens/s counts real tokens once, whatever the number of unrolled steps; planning, clipping and AdamW on float32
-masters are inside the step. Prints one JSON line per implementation.
+harness makes them. Mix: documents of lognormal length (mean 700, at most --tokens), 55 % supervised in turns, packed
+to batch × tokens. tokens/s counts real tokens once, whatever the number of unrolled steps; planning, clipping and
+AdamW are inside the step. Whether a teacher's choice has a draft id is worked out at a sample's first visit only
+(--first-visit: in every step). Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -18,19 +20,23 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 
-from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.network import DraftConfig, DraftModel
-from eagle3_utils.draft.training.batch_runner import BatchRunner
-from eagle3_utils.draft.training.optimizer import MasterAdamW
-from eagle3_utils.draft.unrolling.teacher import Teacher
-from eagle3_utils.draft.vocab import vocab_map_of
-from eagle3_utils.states.dataset import PackedBatch
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+from side_by_side import compare, wait_for_turn  # noqa: E402
+
+from eagle3_utils.config import TrainConfig  # noqa: E402
+from eagle3_utils.draft.network import DraftConfig, DraftModel  # noqa: E402
+from eagle3_utils.draft.training.batch_runner import BatchRunner  # noqa: E402
+from eagle3_utils.draft.training.optimizer import MasterAdamW  # noqa: E402
+from eagle3_utils.draft.unrolling.teacher import Teacher  # noqa: E402
+from eagle3_utils.draft.vocab import vocab_map_of  # noqa: E402
+from eagle3_utils.states.dataset import PackedBatch  # noqa: E402
 
 SHAPES = {  # hidden, MLP, heads, key-value heads, head width, vocabulary, draft vocabulary, tokens per document
     "tiny": (256, 512, 4, 2, 64, 4096, 1024, 256),
@@ -42,59 +48,110 @@ SHAPES = {  # hidden, MLP, heads, key-value heads, head width, vocabulary, draft
 
 def main() -> None:
     args = _arguments()
+    if args.goals:
+        compare(args, SHAPES)
+        return
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    print(json.dumps(measure_ours(args, device, dtype)))
-    if args.peer:
-        print(json.dumps({"peer": run_peer(args)}))
+    bench = Bench(args)
+    works = args.works or ["mix" if args.mix else "dense"]
+    batches = {work: bench.batch(work) for work in works}
+    first_step_seconds = {work: bench.steps(batch, args.warmup)[0] for work, batch in batches.items()}
+    wait_for_turn(args.gate)
+    for work, batch in batches.items():
+        print(json.dumps(bench.measure(work, batch) | {"first_step_seconds": round(first_step_seconds[work], 1)}))
 
 
-def measure_ours(args, device: torch.device, dtype: torch.dtype) -> dict:
-    """Median step over `--steps` timed ones, after `--warmup`."""
-    hidden, mlp, heads, kv_heads, width, vocab_size, draft_vocab, _ = SHAPES[args.shape]
-    ids = torch.randperm(vocab_size)[:draft_vocab].sort().values
-    config = DraftConfig(hidden_size=hidden, intermediate_size=mlp, num_heads=heads, num_kv_heads=kv_heads,
-                         head_dim=width, vocab_size=vocab_size, draft_vocab_size=draft_vocab, aux_layers=(1, 2, 3),
-                         max_position_embeddings=8192)  # fmt: skip
-    embed = (torch.randn(vocab_size, hidden, device=device) * 0.02).to(dtype)
-    head = torch.randn(vocab_size, hidden, device=device) * 3 / hidden**0.5
-    mask = torch.ones(vocab_size, 1, device=device)
-    mask[ids] = 1 / 0.8
-    head = (head * mask * 0.8).to(dtype)  # rows outside the draft vocabulary are weaker, as with a real one
-    with torch.device(device):
-        model = DraftModel(config, vocab_map_of(ids, vocab_size), embed)
-    model = model.place(device, dtype)
-    runner = BatchRunner(
-        model, Teacher(head, model.target_ids, _PLAIN_LOGITS), TrainConfig(ttt_steps=args.ttt_steps), most_frequent=0
-    )
-    optimizer = MasterAdamW(model.parameters(), max_grad_norm=0.5)
-    batch = make_batch(args, hidden, vocab_size, dtype).to(device)
-    cpu_side = {name: getattr(batch, name).cpu() for name in ("loss_mask", "cu_seqlens", "final_index")}
-    for name, tensor in cpu_side.items():
-        setattr(batch, name, tensor)
-    times = [_timed_step(runner, optimizer, batch, device) for _ in range(args.warmup + args.steps)]
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    median = statistics.median(times[args.warmup :])
-    return {
-        "implementation": "eagle3_utils", "shape": args.shape, "work": "mix" if args.mix else "dense",
-        "tokens": batch.num_tokens, "supervised": int(batch.loss_mask.sum()), "ttt_steps": args.ttt_steps,
-        "tokens_per_second": round(batch.num_tokens / median, 1), "step_ms": round(median * 1e3, 2),
-        "first_step_seconds": round(times[0], 1), "peak_gib": round(peak, 2), "device": str(device),
-        "dtype": str(dtype), "torch": torch.__version__, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+class Bench:
+    """A random draft of one shape with its runner and optimiser."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        hidden, mlp, heads, kv_heads, width, vocab_size, draft_vocab, _ = SHAPES[args.shape]
+        self.hidden, self.vocab_size = hidden, vocab_size
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        ids = torch.randperm(vocab_size)[:draft_vocab].sort().values
+        config = DraftConfig(
+            hidden_size=hidden, intermediate_size=mlp, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+            vocab_size=vocab_size, draft_vocab_size=draft_vocab, aux_layers=(1, 2, 3), max_position_embeddings=8192,
+        )  # fmt: skip
+        vocab = vocab_map_of(ids, vocab_size)
+        with torch.device(self.device):
+            embed = (torch.randn(vocab_size, hidden) * 0.02).to(self.dtype)
+            self.model = DraftModel(config, vocab, embed)
+        self.model.place(self.device, self.dtype, args.frozen_on_host)
+        options = TrainConfig(ttt_steps=args.ttt_steps, max_rows_at_once=args.rows)
+        self.runner = BatchRunner(self.model, self._teacher(ids), options, most_frequent=0)
+        self.optimizer = MasterAdamW(self.model.parameters(), max_grad_norm=0.5)
+
+    def _teacher(self, ids: torch.Tensor) -> Teacher:
+        """A random head whose rows outside the draft vocabulary are weaker, as with a real one."""
+        head = torch.randn(self.vocab_size, self.hidden, device=self.device) * 3 / self.hidden**0.5
+        weaker = torch.full((self.vocab_size, 1), 0.8, device=self.device)
+        weaker[ids.to(self.device)] = 1.0
+        plain = argparse.Namespace(logit_scale=1.0, logit_softcap=None)
+        return Teacher(head.mul_(weaker).to(self.dtype), self.model.target_ids, plain, self.args.frozen_on_host)
+
+    def batch(self, work: str) -> PackedBatch:
+        """Documents with random states, prepared as a loader's thread does, big tensors on the device (as the peer's);
+        what the plan is made from stays on the CPU."""
+        batch = self.runner.prepare(make_batch(self.args, work, self.hidden, self.vocab_size, self.dtype))
+        moved = batch.to(self.device)
+        for name in ("loss_mask", "cu_seqlens", "final_index"):
+            setattr(moved, name, getattr(batch, name))
+        return moved
+
+    def steps(self, batch: PackedBatch, count: int) -> list[float]:
+        """Seconds of each of some steps."""
+        return [self._timed_step(batch) for _ in range(count)]
+
+    def measure(self, work: str, batch: PackedBatch) -> dict:
+        """Median step, after `--warmup` untimed ones."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = statistics.median(self.steps(batch, self.args.steps))
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**30
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return {
+            "implementation": "eagle3_utils", "shape": self.args.shape, "work": work, "tokens": batch.num_tokens,
+            "supervised": int(batch.loss_mask.sum()), "ttt_steps": self.args.ttt_steps, "rows": self.args.rows,
+            "tokens_per_second": round(batch.num_tokens / seconds, 1), "step_ms": round(seconds * 1e3, 2),
+            "phase_ms": self.phases(batch), "peak_gib": round(peak, 2), "device": str(self.device),
+            "dtype": str(self.dtype), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        }  # fmt: skip
+
+    def phases(self, batch: PackedBatch) -> dict[str, float]:
+        """Milliseconds of one step's parts, each waited for (so their sum is a little more than a step)."""
+        marks = [("", self._now())]
+        self._timed_step(batch, lambda name: marks.append((name, self._now())))
+        return {name: round((end - start) * 1e3, 2) for (_, start), (name, end) in pairwise(marks)}
+
+    def _timed_step(self, batch: PackedBatch, mark=lambda name: None) -> float:
+        began = self._now()
+        if self.args.first_visit:
+            self.runner.forget_coverage()
+        self.optimizer.zero_grad()
+        plan = self.runner.plan(batch)
+        mark("plan")
+        result = self.runner(batch, plan)
+        mark("unroll")
+        result.loss.backward()
+        mark("backward")
+        self.optimizer.step(1e-4, self.optimizer.grad_norm())
+        mark("optimiser")
+        return self._now() - began
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-class _PLAIN_LOGITS:
-    logit_scale, logit_softcap = 1.0, None
-
-
-def make_batch(args, hidden: int, vocab_size: int, dtype: torch.dtype) -> PackedBatch:
+def make_batch(args, work: str, hidden: int, vocab_size: int, dtype: torch.dtype) -> PackedBatch:
     """Random documents with random states; only the rows a loss needs have a final state."""
-    lengths, masks = _documents(args)
+    lengths, masks = _documents(args, work)
     total = sum(lengths)
     mask = torch.cat(masks)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -107,19 +164,17 @@ def make_batch(args, hidden: int, vocab_size: int, dtype: torch.dtype) -> Packed
         cu_seqlens=cu_seqlens, aux=torch.randn(total, 3, hidden).to(dtype),
         final=torch.randn(int(needed.sum()), hidden).to(dtype),
         final_index=torch.where(needed, needed.cumsum(0) - 1, -1),
-        sample_ids=[f"s{number}" for number in range(len(lengths))], sources=["random"] * len(lengths),
+        sample_ids=[f"{work}{number}" for number in range(len(lengths))], sources=["random"] * len(lengths),
     )  # fmt: skip
 
 
-def _documents(args) -> tuple[list[int], list[torch.Tensor]]:
-    if not args.mix:
+def _documents(args, work: str) -> tuple[list[int], list[torch.Tensor]]:
+    if work == "dense":
         lengths = [args.tokens] * args.batch
         return lengths, [torch.rand(length) < 0.7 for length in lengths]
     lengths, room = [], args.tokens * args.batch
-    spread, mean = 0.8, 700.0
     while room > 0:
-        drawn = torch.randn(1).mul(spread).add(torch.tensor(mean).log() - spread**2 / 2).exp()
-        lengths.append(min(max(16, int(drawn)), args.tokens, room))
+        lengths.append(min(int(draw_lengths(1, args.tokens)), room))
         room -= lengths[-1]
     masks = []
     for length in lengths:  # prompt and answer, twice; 55 % of it answer
@@ -128,32 +183,11 @@ def _documents(args) -> tuple[list[int], list[torch.Tensor]]:
     return lengths, masks
 
 
-def _timed_step(runner, optimizer, batch, device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    optimizer.zero_grad()
-    runner(batch, runner.plan(batch)).loss.backward()
-    optimizer.step(1e-4, optimizer.grad_norm())
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def run_peer(args) -> dict:
-    """SpecForge's step on the same dense shape, by its harness (a script of flags; its last line is JSON)."""
-    hidden, mlp, heads, kv_heads, width, vocab_size, draft_vocab, _ = SHAPES[args.shape]
-    flags = {"hidden": hidden, "intermediate": mlp, "heads": heads, "kv-heads": kv_heads, "head-dim": width,
-             "vocab": vocab_size, "draft-vocab": draft_vocab, "seq": args.tokens, "batch": args.batch,
-             "ttt": args.ttt_steps, "steps": args.steps, "warmup": args.warmup}  # fmt: skip
-    command = [
-        sys.executable,
-        args.peer,
-        *(str(part) for name, value in flags.items() for part in (f"--{name}", value)),
-    ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    return {name: result[name] for name in ("tokens_per_s", "step_ms", "peak_mem_MiB", "phase_ms_median")}
+def draw_lengths(count: int, longest: int) -> torch.Tensor:
+    """Lognormal lengths with mean 700 before the cut, int64 [count]."""
+    spread, mean = 0.8, torch.tensor(700.0)
+    drawn = (torch.randn(count) * spread + mean.log() - spread**2 / 2).exp()
+    return drawn.clamp(16, longest).long()
 
 
 def _arguments() -> argparse.Namespace:
@@ -163,9 +197,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="documents per step")
     parser.add_argument("--ttt-steps", type=int, default=7)
     parser.add_argument("--mix", action="store_true")
+    parser.add_argument("--works", nargs="+", choices=("dense", "mix"), help="one after the other; default by --mix")
+    parser.add_argument("--rows", type=int, default=8192, help="slots unrolled at a time (max_rows_at_once)")
+    parser.add_argument("--frozen-on-host", action="store_true")
+    parser.add_argument("--first-visit", action="store_true", help="work out the teacher's coverage in every step")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--peer", help="SpecForge harness to run on the same shape")
+    parser.add_argument("--gate", help=argparse.SUPPRESS)
+    parser.add_argument("--goals", action="store_true", help="ours and the peer on every shape, one table")
+    parser.add_argument("--peer", help="SpecForge harness (a script)")
+    parser.add_argument("--specforge", help="folder that holds the specforge package")
+    parser.add_argument("--goal-shapes", nargs="+", default=["llama-8b", "kimi"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.tokens = args.tokens or SHAPES[args.shape][-1]
     return args

@@ -142,9 +142,11 @@ class TrainConfig(StageConfig):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_gpus: int = Field(1, ge=0)
+    sharding: Literal["none", "fsdp"] = "none"
     draft_vocab_size: int = Field(4096, ge=1)
     layer_kind: Literal["llama", "mla"] = "llama"
     intermediate_size: int | None = None
+    rope: dict[str, Any] | None = None
     ttt_steps: int = Field(3, ge=1)
     step_weight_decay: float = Field(0.8, gt=0, le=1)
     loss: Literal["soft", "hard", "lk_alpha", "lk_lambda"] = "soft"
@@ -165,6 +167,8 @@ class TrainConfig(StageConfig):
     keep_checkpoints: int = Field(2, ge=1)
     max_nonfinite_in_a_row: int = Field(3, ge=1)
     prefetch_batches: int = Field(2, ge=0)
+    max_rows_at_once: int = Field(8192, ge=1)
+    frozen_on_host: bool = False
 
 
 class EvaluateConfig(ServingOptions, StageConfig):
@@ -173,6 +177,7 @@ class EvaluateConfig(ServingOptions, StageConfig):
     max_val_samples: int = Field(200, ge=2)
     num_offline_steps: int = Field(5, ge=1)
     prompts: list[str] = ["data/prompts/chat.jsonl", "data/prompts/maths.jsonl", "data/prompts/code.jsonl"]
+    prompt_sets: list[dict[str, Any]] = []
     reference_decoding: bool = True
     prompts_per_source: int = Field(4, ge=1)
     plain_prompts_per_source: int = Field(1, ge=0)

@@ -13,6 +13,7 @@ T tokens · N rows · L auxiliary layers · H hidden · D draft vocabulary · V 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from eagle3_utils.draft.modules.layers import DraftLayer, RMSNorm
-from eagle3_utils.draft.modules.rope import RotaryEmbedding
+from eagle3_utils.draft.modules.rope import RotaryEmbedding, rope_as_served
 from eagle3_utils.draft.vocab import VocabMap
 
 
@@ -95,14 +96,24 @@ class DraftModel(nn.Module):
         self.register_buffer("d2t", vocab.d2t.clone())
         self.register_buffer("t2d", vocab.t2d.clone())
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
-        self.rotary = RotaryEmbedding(config.rope, self.midlayer.self_attn.rotary_dim, config.max_position_embeddings)
+        rope = rope_as_served(config.rope, config.layer_kind)
+        self.rotary = RotaryEmbedding(rope, self.midlayer.self_attn.rotary_dim, config.max_position_embeddings)
 
-    def place(self, device: torch.device | str, dtype: torch.dtype) -> DraftModel:
-        """Move to a device and dtype; the frozen embeddings keep the target's dtype (rows are cast when looked up)."""
+    def place(self, device: torch.device | str, dtype: torch.dtype, embeddings_on_host: bool = False) -> DraftModel:
+        """Move to a device and dtype; the frozen embeddings keep the target's dtype (rows are cast when looked up)
+        and, if wanted, stay in host memory."""
         embed_tokens, self.embed_tokens = self.embed_tokens, None
         self.to(device=device, dtype=dtype)
-        self.embed_tokens = embed_tokens.to(device)
+        self.embed_tokens = embed_tokens.to("cpu" if embeddings_on_host else device)
         return self
+
+    def forward(self, compute: Callable[..., Any], *args) -> tuple[torch.Tensor, Any]:
+        """`compute(self, *args)`, a result with a `loss`; returns the loss and the result.
+
+        All training goes through here, because a sharded model (FSDP) has whole weights only inside its forward.
+        """
+        result = compute(self, *args)
+        return result.loss, result
 
     @property
     def target_ids(self) -> torch.Tensor:
@@ -117,9 +128,11 @@ class DraftModel(nn.Module):
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return self.fc(aux)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Frozen embeddings, [N] -> [N, H]."""
-        return F.embedding(token_ids, self.embed_tokens).to(self.fc.weight.dtype)
+    def embed(self, token_ids: torch.Tensor, embeds: torch.Tensor | None = None) -> torch.Tensor:
+        """Frozen embeddings, [N] -> [N, H]; `embeds` are those rows, when a loader has looked them up."""
+        if embeds is None:
+            embeds = F.embedding(token_ids.to(self.embed_tokens.device), self.embed_tokens)
+        return embeds.to(self.fc.weight)
 
     def next_input(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """What the next step takes: the state before the final norm, or after it (`norm_output`)."""

@@ -20,17 +20,17 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.training.batch_runner import BatchRunner
-from eagle3_utils.draft.training.build import corpus_vocab, new_draft, supervised_counts
+from eagle3_utils.draft.training.build import corpus_vocab, new_draft, token_counts
 from eagle3_utils.draft.training.checkpoint import (
     BEST_WEIGHTS,
     Position,
     load_checkpoint,
+    load_weights,
     newest_whole_checkpoint,
     save_checkpoint,
     save_weights,
@@ -48,8 +48,9 @@ from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import load_target
 
 # Parameters that do not change what is learnt (beyond rounding): a run may be resumed with others.
-_FREE = ("device", "num_gpus", "validate_every_steps", "checkpoint_every_steps", "keep_checkpoints",
-         "max_nonfinite_in_a_row", "prefetch_batches", "model", "trust_remote_code")  # fmt: skip
+_FREE = ("device", "num_gpus", "sharding", "validate_every_steps", "checkpoint_every_steps", "keep_checkpoints",
+         "max_nonfinite_in_a_row", "prefetch_batches", "max_rows_at_once", "frozen_on_host", "model",
+         "trust_remote_code")  # fmt: skip
 
 
 REPORT = "report.json"
@@ -97,26 +98,33 @@ class Trainer:
         self.config, self.ranks, self.log, self.progress = config, ranks, log, progress
         if config.batches_per_step % ranks.num_ranks:
             raise UserError(f"batches_per_step {config.batches_per_step} is no multiple of {ranks.num_ranks} ranks")
+        self.sharded = config.sharding == "fsdp" and ranks.num_ranks > 1
         data = data_folder(config)
         self.folder = data / "draft"
         self.target = load_target(config.model, config.trust_remote_code)
         reader = StoreReader(data / "hidden_states" / "train")
         sharing = {"seed": config.seed, "rank": ranks.rank, "num_ranks": ranks.num_ranks,
                    "prefetch": config.prefetch_batches}  # fmt: skip
-        train_data = PackedDataset(reader, config.max_tokens_per_step, **sharing)
+        train_data = PackedDataset(reader, config.max_tokens_per_step, multiple_of=config.batches_per_step, **sharing)
         self.schedule = StepSchedule(train_data, config.batches_per_step // ranks.num_ranks, config.epochs)
         val_reader = StoreReader(data / "hidden_states" / "val")
         self.val_data = PackedDataset(val_reader, config.max_tokens_per_step, shuffle=False, **sharing)
-        counts = supervised_counts(reader, self.target)
-        vocab = corpus_vocab(counts, self.target, config.draft_vocab_size)
+        counts, all_counts = token_counts(reader, self.target)
+        vocab = corpus_vocab(counts, self.target, config.draft_vocab_size, all_counts)
         self.model = new_draft(config, self.target, reader.meta.aux_layers, vocab).place(
-            ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+            ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32, config.frozen_on_host
         )
-        self.optimizer = MasterAdamW(self.model.parameters(), config.weight_decay, config.max_grad_norm)
+        if self.sharded:
+            ranks.shard(self.model)
+        self.optimizer = MasterAdamW(
+            self.model.parameters(), config.weight_decay, config.max_grad_norm,
+            sum_over_ranks=ranks.sum if self.sharded else None,
+        )  # fmt: skip
         self.position = Position(parameters=self._decisive() | {"states": reader.content_hash()})
         self._resume()
-        teacher = Teacher.for_model(self.model, self.target)
+        teacher = Teacher.for_model(self.model, self.target, config.frozen_on_host)
         self.runner = BatchRunner(self.model, teacher, config, int(counts.argmax()))
+        train_data.prepare = self.val_data.prepare = self.runner.prepare
         self.nonfinite_in_a_row = 0
         self.seconds = self.waited = 0.0
         self.steps_here = 0
@@ -160,7 +168,8 @@ class Trainer:
             result = self.runner(batch, plan, supervised)
             result.loss.backward()
             loss, counts = loss + float(result.loss.detach()), counts + result.counts
-        self.ranks.sum_gradients(self.optimizer.parameters)
+        if not self.sharded:
+            self.ranks.sum_gradients(self.optimizer.parameters)
         reduced = self.ranks.sum(torch.cat([counts.as_tensor().flatten(), torch.tensor([loss], dtype=torch.float64)]))
         loss, grad_norm = float(reduced[-1]), self.optimizer.grad_norm()
         rate = cosine_with_warmup(self.position.step, total, self.config.learning_rate, self.config.warmup_fraction)
@@ -194,8 +203,7 @@ class Trainer:
         figures = self.runner.validate(self.val_data, self.ranks).summary()
         if figures["accept_length"] > self.position.best_accept_length:
             self.position.best_step, self.position.best_accept_length = self.position.step, figures["accept_length"]
-            if self.ranks.is_first:
-                save_weights(self.folder / BEST_WEIGHTS, self.model)
+            save_weights(self.folder / BEST_WEIGHTS, self.model, self.ranks)
         if journal is not None:
             journal.write("validation", self.position.step, **figures)
             accuracy = " ".join(f"{value:.3f}" for value in figures["accuracy"])
@@ -203,13 +211,11 @@ class Trainer:
                 "step %d validation: accuracy by step %s (baseline %.3f), accept length %.3f",
                 self.position.step, accuracy, figures["baseline"][0], figures["accept_length"],
             )  # fmt: skip
-        self.ranks.barrier()
 
     def _finish(self, journal: Journal | None, started_tokens: int) -> tuple[DraftModel, TrainReport]:
         """The best weights, validated once more with overlap."""
-        self.ranks.barrier()
         if self.position.best_step >= 0:
-            self.model.load_state_dict(load_file(self.folder / BEST_WEIGHTS))
+            load_weights(self.folder / BEST_WEIGHTS, self.model)
         figures = self.runner.validate(self.val_data, self.ranks, want_overlap=True).summary()
         if journal is not None:
             journal.write("best", self.position.best_step, **figures)
@@ -243,11 +249,8 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        if self.ranks.is_first:
-            save_checkpoint(
-                self.folder / "checkpoints", self.model, self.optimizer, self.position, self.config.keep_checkpoints
-            )
-        self.ranks.barrier()
+        folder = self.folder / "checkpoints"
+        save_checkpoint(folder, self.model, self.optimizer, self.position, self.config.keep_checkpoints, self.ranks)
 
     def _decisive(self) -> dict:
         """Parameters that decide what is learnt."""

@@ -35,6 +35,7 @@ class UnrollOptions:
     want_overlap: bool = False
     baseline_id: int = -1
     chunk_bytes: int = 48 << 20
+    head_gradient_at_once: bool = False  # see LossJob
 
 
 @dataclass
@@ -50,21 +51,44 @@ class UnrollResult:
     covered: torch.Tensor
 
 
-def unrolled_hidden(model: DraftModel, batch, plan: UnrollPlan, attend: PrefixAttention) -> list[torch.Tensor]:
-    """Hidden states after the final norm, by step: [n_0, H], [n_1, H], …"""
-    layer, attention, rows = model.midlayer, model.midlayer.self_attn, plan.rows
+@dataclass
+class PrefixStates:
+    """What all slots have in common, by slot: fused and normed [T, H]; step-0 keys [T, K, E] and values [T, K, F];
+    the embedding's share of the first maps, embed_query and embed_kv [T, latent] (of the token *at* the slot)."""
+
+    fused: torch.Tensor
+    normed: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    embed_query: torch.Tensor
+    embed_kv: torch.Tensor
+
+
+def prefix_states(model: DraftModel, batch) -> PrefixStates:
+    """Fuse the target's states and make the step-0 keys and values of every slot."""
+    layer, attention = model.midlayer, model.midlayer.self_attn
     fused = model.project(batch.aux)  # [T, H]
     # Both first maps read concat(embedding, hidden). Their embedding half is computed once per token for all steps.
-    query_by_embed, query_by_hidden = attention.query_weight().chunk(2, dim=1)
+    query_by_embed, _ = attention.query_weight().chunk(2, dim=1)
     kv_by_embed, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
-    embeds = layer.input_layernorm(model.embed(batch.input_ids))  # [T, H]
+    embeds = layer.input_layernorm(model.embed(batch.input_ids, getattr(batch, "embeds", None)))  # [T, H]
     embed_query, embed_kv = F.linear(embeds, query_by_embed), F.linear(embeds, kv_by_embed)
-
     normed = layer.hidden_norm(fused)
     cos, sin = model.rotary(batch.position_ids)
     next_kv = torch.cat([embed_kv[1:], embed_kv[-1:]])  # slot t takes token t+1; a document's last slot is never seen
     keys, values = attention.keys_values(next_kv + F.linear(normed, kv_by_hidden), cos, sin)
-    hidden, normed = fused.index_select(0, rows), normed.index_select(0, rows)
+    return PrefixStates(fused, normed, keys, values, embed_query, embed_kv)
+
+
+def unrolled_hidden(
+    model: DraftModel, batch, plan: UnrollPlan, attend: PrefixAttention, prefix: PrefixStates | None = None
+) -> list[torch.Tensor]:
+    """Hidden states after the final norm, by step: [n_0, H], [n_1, H], …"""
+    layer, attention, rows = model.midlayer, model.midlayer.self_attn, plan.rows
+    prefix = prefix or prefix_states(model, batch)
+    _, query_by_hidden = attention.query_weight().chunk(2, dim=1)
+    _, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
+    hidden, normed = prefix.fused.index_select(0, rows), prefix.normed.index_select(0, rows)
     own_keys, own_values, outputs = [], [], []
     for step, count in enumerate(plan.num_rows):
         if count == 0:
@@ -74,12 +98,12 @@ def unrolled_hidden(model: DraftModel, batch, plan: UnrollPlan, attend: PrefixAt
         if step:
             hidden = model.next_input(hidden, outputs[-1])[:count]
             normed = layer.hidden_norm(hidden)
-            latent = embed_kv.index_select(0, tokens) + F.linear(normed, kv_by_hidden)
+            latent = prefix.embed_kv.index_select(0, tokens) + F.linear(normed, kv_by_hidden)
             key, value = attention.keys_values(latent, cos, sin)
             own_keys, own_values = [k[:count] for k in own_keys] + [key], [v[:count] for v in own_values] + [value]
-        latent = embed_query.index_select(0, tokens) + F.linear(normed, query_by_hidden)
+        latent = prefix.embed_query.index_select(0, tokens) + F.linear(normed, query_by_hidden)
         query = attention.queries(latent, cos, sin)
-        attended, lse = attend(query, keys, values, attention.scale)
+        attended, lse = attend(query, prefix.keys, prefix.values, attention.scale)
         if step:
             own = torch.stack(own_keys, 1), torch.stack(own_values, 1)
             attended = merge_own_keys(attended, lse, query, *own, attention.scale)
@@ -97,31 +121,36 @@ def training_time_test(
     num_supervised: torch.Tensor | None = None,
     covered: torch.Tensor | None = None,
     attend: PrefixAttention | None = None,
+    prefix: PrefixStates | None = None,
 ) -> UnrollResult:
     """Unroll one packed batch and take its loss.
 
     batch: a `PackedBatch` (input_ids, position_ids, aux [T, L, H], final [M, H]) on the model's device. plan: its
     `plan_unroll`, moved there. num_supervised float64 [S]: positions to divide by, when the optimiser step has more
     batches than this one (accumulation, ranks); default: this batch's own. covered bool [M]: from an earlier visit.
-    attend: prefix attention; default the eager one.
+    attend: prefix attention; default the eager one. prefix: `prefix_states` of the batch, when they are at hand.
     """
     attend = attend or eager_prefix_attention(plan)
-    outputs = unrolled_hidden(model, batch, plan, attend)
+    outputs = unrolled_hidden(model, batch, plan, attend, prefix)
     divisor = (plan.num_supervised if num_supervised is None else num_supervised).clamp(min=1)
     scale = torch.tensor(options.step_weights, dtype=torch.float64) / divisor.cpu()
     hidden = torch.cat(outputs) if outputs else model.fc.weight.new_zeros(0, model.config.hidden_size)
+    del outputs
     job = LossJob(
         teacher=teacher,
-        final=batch.final,
+        final=batch.final[plan.teacher_rows],
         pair_index=plan.pair_index,
         step_scale=scale.float().to(hidden.device),
         kind=options.loss,
-        covered=covered,
+        covered=None if covered is None else covered[plan.teacher_rows],
         baseline_id=options.baseline_id,
         want_overlap=options.want_overlap,
         chunk_bytes=options.chunk_bytes,
+        head_gradient_at_once=options.head_gradient_at_once,
     )
     loss, details = chunked_loss(hidden, model.lm_head.weight, job)
+    if plan.num_hidden == 0:  # every weight has a gradient all the same: sharded ranks must sum the same ones
+        loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters() if parameter.requires_grad)
     has_pair = plan.pair_index < plan.num_hidden
     supervised, correct = plan.by_slot(has_pair), plan.by_slot(details.correct)
     alive, accepted = chain_counts(correct, supervised)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from IPython import get_ipython
+from IPython.display import display
 from matplotlib.figure import Figure
 
 from eagle3_utils.plots.style import figure, grouped_bars, legend, series
+
+MAX_POINTS = 2000  # of a curve
 
 
 def vocabulary_coverage(token_counts: np.ndarray, draft_vocab_size: int) -> Figure:
@@ -27,28 +32,57 @@ def vocabulary_coverage(token_counts: np.ndarray, draft_vocab_size: int) -> Figu
 
 
 def training_curves(train: Sequence[dict[str, Any]], validation: Sequence[dict[str, Any]]) -> Figure:
-    """Six panels over optimiser steps, from the entries of `read_journal`."""
-    fig, axes = figure("Training", x="optimiser step", rows=2, columns=3)
+    """Eight panels over optimiser steps, from the entries of `read_journal`."""
+    fig, axes = figure("Training", x="optimiser step", rows=2, columns=4)
+    train = train[:: 1 + len(train) // MAX_POINTS]
     steps = [entry["step"] for entry in train]
     panels = (
         ("loss", "loss (nats, weighted over steps)"),
         ("learning_rate", "learning rate"),
         ("grad_norm", "gradient norm before clipping"),
         ("tokens_per_second", "tokens / s"),
+        ("wait_share", "share of time waiting for data"),
     )
-    for ax, (name, label) in zip((axes[0, 0], axes[1, 0], axes[1, 1], axes[1, 2]), panels, strict=True):
+    for ax, (name, label) in zip((axes[0, 0], *axes[1]), panels, strict=True):
         ax.plot(steps, [entry[name] for entry in train], **(series(0) | {"marker": ""}))
         ax.set_ylabel(label)
     checked = [entry["step"] for entry in validation]
-    num_steps = len(validation[0]["accuracy"]) if validation else 0
-    for step in range(num_steps):
-        values = [entry["accuracy"][step] for entry in validation]
-        axes[0, 1].plot(checked, values, label=f"step {step}", **series(step))
-    axes[0, 1].set_ylabel("validation accuracy by unroll step")
-    legend(axes[0, 1])
+    for ax, at, entries, marks, what in (
+        (axes[0, 1], checked, validation, {}, "validation"),
+        (axes[0, 3], steps, train, {"marker": ""}, "training"),
+    ):
+        for step in range(len(entries[0]["accuracy"]) if entries else 0):
+            values = [entry["accuracy"][step] for entry in entries]
+            ax.plot(at, values, label=f"step {step}", **(series(step) | marks))
+        ax.set_ylabel(f"{what} accuracy by unroll step")
+        legend(ax)
     axes[0, 2].plot(checked, [entry["accept_length"] for entry in validation], **series(1))
     axes[0, 2].set_ylabel("simulated accept length (with bonus)")
     return fig
+
+
+class LiveCurves:
+    """`training_curves` of a run at work, drawn anew in the place of the last drawing; nothing outside a notebook.
+
+    read: entries of a kind so far, as `read_journal`. Drawing takes at most a fiftieth of the time.
+    """
+
+    def __init__(self, read: Callable[[str], Sequence[dict[str, Any]]], every_seconds: float = 20.0):
+        self.read, self.every_seconds = read, every_seconds
+        self._next, self._display = 0.0, None
+
+    def __call__(self) -> None:
+        """Draw if it is time to."""
+        began = time.monotonic()
+        if began < self._next or get_ipython() is None:
+            return
+        drawn = training_curves(self.read("train"), self.read("validation"))
+        if self._display is None:
+            self._display = display(drawn, display_id=True)
+        else:
+            self._display.update(drawn)
+        ended = time.monotonic()
+        self._next = ended + max(self.every_seconds, 50 * (ended - began))
 
 
 def acceptance_by_step(validation: dict[str, Any]) -> Figure:

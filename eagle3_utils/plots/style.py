@@ -8,6 +8,7 @@ Okabe-Ito set: distinct for the common kinds of colour blindness. Figures are ma
 nothing to close, no window; a notebook shows one as the last expression of a cell or through ``display``.
 """
 
+import base64
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -143,6 +144,13 @@ def save(figures: Iterable[tuple[str, Figure]], folder: Path | str) -> list[Path
         fig.savefig(path, dpi=150)
         paths.append(path)
     return paths
+
+
+def svg_uri(fig: Figure) -> str:
+    """The figure as a `data:` address of an SVG: vectors, so a page that holds it prints sharply."""
+    buffer = io.BytesIO()
+    fig.savefig(buffer, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _dress(ax: Axes, x: str, y: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eagle3_utils.draft.modules.fused import gated_mlp, linear
 from eagle3_utils.draft.modules.rope import rotate
 
 
@@ -40,7 +41,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
 class LlamaAttention(nn.Module):
@@ -79,7 +80,7 @@ class LlamaAttention(nn.Module):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """attended [N, A, F] -> [N, H]."""
-        return self.o_proj(attended.flatten(-2))
+        return linear(attended.flatten(-2), self.o_proj.weight)
 
 
 class MLAttention(nn.Module):
@@ -113,21 +114,21 @@ class MLAttention(nn.Module):
 
     def queries(self, latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """latent [N, q_lora_rank] -> queries [N, A, nope + rotary]."""
-        heads = self.q_b_proj(self.q_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
+        heads = linear(self.q_a_layernorm(latent), self.q_b_proj.weight).unflatten(-1, (self.num_heads, -1))
         nope, rotary = heads.split([self.nope_dim, self.rotary_dim], dim=-1)
         return torch.cat([nope, rotate(_halves(rotary), cos, sin)], dim=-1)
 
     def keys_values(self, latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         """latent [N, kv_lora_rank + rotary] -> keys [N, A, nope + rotary], values [N, A, F]."""
         compressed, rotary = latent.split([self.kv_lora_rank, self.rotary_dim], dim=-1)
-        heads = self.kv_b_proj(self.kv_a_layernorm(compressed)).unflatten(-1, (self.num_heads, -1))
+        heads = linear(self.kv_a_layernorm(compressed), self.kv_b_proj.weight).unflatten(-1, (self.num_heads, -1))
         nope, value = heads.split([self.nope_dim, self.v_head_dim], dim=-1)
         rotary = rotate(_halves(rotary[:, None]), cos, sin).expand(-1, self.num_heads, -1)
         return torch.cat([nope, rotary], dim=-1), value
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """attended [N, A, F] -> [N, H]."""
-        return self.o_proj(attended.flatten(-2))
+        return linear(attended.flatten(-2), self.o_proj.weight)
 
 
 class DraftLayer(nn.Module):

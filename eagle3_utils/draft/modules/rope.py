@@ -12,6 +12,10 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from eagle3_utils.draft.modules.fused import fused
+
+_DEEPSEEK_YARN = ("mscale", "mscale_all_dim", "attention_factor")
+
 
 class RotaryEmbedding(nn.Module):
     """Cosines and sines for positions; frequencies are float32 whatever the model's dtype.
@@ -39,6 +43,19 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
+def rope_as_served(rope: dict[str, Any], layer_kind: str) -> dict[str, Any]:
+    """The part of a target's RoPE parameters that SGLang reads for a draft of this kind.
+
+    For YaRN in a Llama-like draft SGLang takes 0.1 ln(factor) + 1 as attention factor, whatever DeepSeek's `mscale` and
+    `mscale_all_dim` say; with MLA it follows those (sglang/srt/layers/rotary_embedding/factory.py). A draft must be
+    trained as it is served: for a factor of 64 the two differ by 1.42, that is 2.0 in every attention score.
+    """
+    if layer_kind == "mla" or rope.get("rope_type") != "yarn":
+        return rope
+    return {name: value for name, value in rope.items() if name not in _DEEPSEEK_YARN}
+
+
+@fused
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate heads [N, heads, rotary_dim] (halves paired, the NeoX layout); computed in float32."""
     first, second = heads.float().chunk(2, dim=-1)

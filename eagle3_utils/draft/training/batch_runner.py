@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.training.distributed import Ranks
+from eagle3_utils.draft.training.distributed import Ranks, gather_again
 from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult, training_time_test
 from eagle3_utils.draft.unrolling.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.unrolling.groups import unroll_in_groups
 from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
-_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}
+_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
 
 
 class BatchRunner:
@@ -26,12 +30,24 @@ class BatchRunner:
 
     def __init__(self, model: DraftModel, teacher: Teacher, config: TrainConfig, most_frequent: int):
         self.model, self.teacher, self.device = model, teacher, model.fc.weight.device
-        self.num_steps = config.ttt_steps
+        self.num_steps, self.max_rows = config.ttt_steps, config.max_rows_at_once
         self.weights = tuple(config.step_weight_decay**step for step in range(config.ttt_steps))
         self.loss = config.loss
         hits = (model.target_ids == most_frequent).nonzero()
         self.baseline_id = int(hits[0]) if len(hits) else -1
         self._coverage: dict[str, torch.Tensor] = {}
+
+    def prepare(self, batch: PackedBatch) -> PackedBatch:
+        """What a loader's thread can do ahead on a CUDA run: look up embeddings kept on the host, pin the memory."""
+        if self.device.type != "cuda":
+            return batch
+        if self.model.embed_tokens.device.type == "cpu":
+            batch = replace(batch, embeds=F.embedding(batch.input_ids, self.model.embed_tokens))
+        return batch.pin_memory()
+
+    def forget_coverage(self) -> None:
+        """Treat every sample as not visited yet."""
+        self._coverage.clear()
 
     def plan(self, batch: PackedBatch) -> UnrollPlan:
         """The plan of a batch, on the CPU."""
@@ -44,12 +60,16 @@ class BatchRunner:
         num_supervised: torch.Tensor | None = None,
         want_overlap: bool = False,
     ) -> UnrollResult:
-        """Loss and counts of one batch; num_supervised float64 [S]: positions of the whole optimiser step."""
+        """Loss and counts of one batch; num_supervised float64 [S]: positions of the whole optimiser step.
+
+        After it comes `result.loss.backward()`, of the loss itself (see groups.py).
+        """
         rows_of = self._teacher_rows(batch)
         known = [self._coverage.get(sample) for sample in batch.sample_ids]
         covered = None if any(part is None for part in known) else torch.cat(known).to(self.device)
         on_cuda = self.device.type == "cuda"
-        moved, plan = batch.to(self.device, non_blocking=on_cuda), plan.to(self.device)
+        parts = [part.to(self.device) for part in plan.split(self.max_rows)]
+        moved = batch.to(self.device, non_blocking=on_cuda)
         options = UnrollOptions(
             step_weights=self.weights,
             loss=self.loss,
@@ -57,13 +77,16 @@ class BatchRunner:
             baseline_id=self.baseline_id,
             chunk_bytes=_CHUNK_BYTES[self.device.type],
         )
-        attend = flex_prefix_attention(plan) if on_cuda else eager_prefix_attention(plan)
-        result = training_time_test(
-            self.model, moved, plan, self.teacher, options, num_supervised, covered=covered, attend=attend
-        )
+        attention = flex_prefix_attention if on_cuda else eager_prefix_attention
+        if len(parts) == 1:
+            work = training_time_test, moved, parts[0], self.teacher, options, num_supervised, covered
+            _, result = self.model(*work, attention(parts[0]))
+        else:
+            divisor = plan.num_supervised if num_supervised is None else num_supervised
+            _, result = self.model(unroll_in_groups, moved, parts, self.teacher, options, divisor, covered, attention)
         if covered is None:
-            parts = result.covered.cpu().split(rows_of)
-            self._coverage |= dict(zip(batch.sample_ids, parts, strict=True))
+            by_sample = result.covered.cpu().split(rows_of)
+            self._coverage |= dict(zip(batch.sample_ids, by_sample, strict=True))
         return result
 
     @torch.no_grad()
@@ -72,6 +95,7 @@ class BatchRunner:
         counts = StepCounts.zeros(self.num_steps)
         for batch in dataset.epoch(0):
             counts = counts + self(batch, self.plan(batch), want_overlap=want_overlap).counts
+        gather_again(self.model)
         return StepCounts.from_tensor(ranks.sum(counts.as_tensor()))
 
     @staticmethod

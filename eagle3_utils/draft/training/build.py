@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from safetensors.torch import load_file
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.network import DraftConfig, DraftModel
-from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS
+from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, checkpoint_weights
 from eagle3_utils.draft.training.initial import initialise
-from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
+from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_supervised_and_all
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.states.reader import StoreReader
@@ -32,8 +33,11 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
     """The draft's shape: the target's heads, RoPE and MLP width unless the parameters say otherwise.
 
     A Llama-like draft of an MLA target gets 128-wide heads, eight of them for keys and values.
-    Raises `UserError` when an MLA draft is wanted for a target without MLA.
+    Raises `UserError` when an MLA draft is wanted for a target without MLA, and for RoPE parameters that name no type
+    or no theta.
     """
+    if config.rope is not None and not {"rope_type", "rope_theta"} <= config.rope.keys():
+        raise UserError(f"rope {config.rope} needs rope_type and rope_theta", "rope", exit_code=2)
     text = target.text_config
     target_is_mla = "kv_lora_rank" in text
     if config.layer_kind == "mla" and not target_is_mla:
@@ -53,7 +57,7 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
         aux_layers=tuple(aux_layers),
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
-        rope=target.rope,
+        rope=config.rope or target.rope,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         layer_kind=config.layer_kind,
@@ -61,16 +65,23 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
     )
 
 
+def token_counts(reader: StoreReader, target: Target) -> tuple[np.ndarray, np.ndarray]:
+    """How often each token is predicted in a store, and how often it stands anywhere: two int64 [V]."""
+    stored = (reader.stored(index) for index in range(len(reader)))
+    pairs = ((arrays["input_ids"], arrays["loss_mask"]) for arrays in stored)
+    return count_supervised_and_all(pairs, target.vocab_size)
+
+
 def supervised_counts(reader: StoreReader, target: Target) -> np.ndarray:
     """How often each token is predicted in a store, int64 [V]."""
-    stored = (reader.stored(index) for index in range(len(reader)))
-    return count_tokens(((arrays["input_ids"], arrays["loss_mask"]) for arrays in stored), target.vocab_size)
+    return token_counts(reader, target)[0]
 
 
-def corpus_vocab(counts: np.ndarray, target: Target, size: int) -> VocabMap:
-    """Draft vocabulary from the corpus' counts int64 [V]; the target's end tokens are always in it."""
+def corpus_vocab(counts: np.ndarray, target: Target, size: int, all_counts: np.ndarray | None = None) -> VocabMap:
+    """Draft vocabulary from the corpus' counts int64 [V], ties by `all_counts`; the target's end tokens are in it."""
     end = target.text_config.get("eos_token_id") or []
-    return build_draft_vocab(counts, min(size, target.vocab_size), end if isinstance(end, list) else [end])
+    always = end if isinstance(end, list) else [end]
+    return build_draft_vocab(counts, min(size, target.vocab_size), always, all_counts)
 
 
 def new_draft(config: TrainConfig, target: Target, aux_layers: Iterable[int], vocab: VocabMap) -> DraftModel:
@@ -96,14 +107,26 @@ def draft_of_training(config: TrainConfig, data: Path) -> DraftModel:
     target = load_target(config.model, config.trust_remote_code)
     tensors = load_file(data / "draft" / BEST_WEIGHTS)
     layers = StoreReader(data / "hidden_states" / "train").meta.aux_layers
+    return _from_tensors(tensors, target, draft_config_for(config, target, layers)).eval()
+
+
+def _from_tensors(tensors: dict[str, torch.Tensor], target: Target, shape: DraftConfig) -> DraftModel:
+    """A model of this shape, float32 on the CPU, with the weights and the draft vocabulary of a state dict."""
     vocab = VocabMap(tensors["d2t"], tensors["t2d"], tensors["t2d"].nonzero().flatten())
-    model = DraftModel(draft_config_for(config, target, layers), vocab, load_embed_tokens(target))
-    model.load_state_dict(tensors)
-    return model.place("cpu", torch.float32).eval()
+    shape = replace(shape, draft_vocab_size=len(vocab.d2t))
+    model = DraftModel(shape, vocab, load_embed_tokens(target)).place("cpu", torch.float32)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError("weights of another shape: " + " ".join(str(error).split()), "init_from") from None
+    return model
 
 
 def _warm_start(folder: Path, target: Target, wanted: DraftConfig) -> DraftModel:
-    """A draft folder's weights with its own d2t: a vocabulary built anew would undo them without a word."""
+    """Weights of a draft folder or of a checkpoint, with their own d2t: a vocabulary built anew would undo them without
+    a word."""
+    if (folder / "state.json").is_file():
+        return _from_tensors(checkpoint_weights(folder), target, wanted)
     model = load_draft(folder, target)
     if model.config.aux_layers != wanted.aux_layers:
         raise UserError(

@@ -1,9 +1,11 @@
 """Training checkpoints that are whole or not there: written aside, hashed, renamed; the newest whole one is used.
 
-    checkpoints/step-000100/{model.safetensors, optimizer.pt, state.json}
+    checkpoints/step-000100/{part-00-of-02.safetensors, part-01-of-02.safetensors, state.json}
 
-state.json carries the step, the data position and the xxh3 of the other two files. A folder whose files do not match
-it (a full disk, a copy cut short) is passed over, and that is said.
+Every rank writes its share of the tensors (weights, moments, masters, random state), each tensor whole in one file. So
+any number of ranks, sharded or not, reads what any other has written. state.json carries the step, the data position
+and the xxh3 of the other files. A folder whose files do not match it (a full disk, a copy cut short) is passed over,
+and that is said.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3_utils.draft.training.distributed import ONE_RANK, Ranks
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import hash_files, write_json
 
@@ -53,32 +56,63 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted(path for path in Path(folder).glob("step-*") if path.is_dir())
 
 
-def save_checkpoint(folder: Path, model: torch.nn.Module, optimizer, position: Position, keep: int) -> Path:
-    """Write one checkpoint atomically and delete the oldest beyond `keep`. Returns its folder."""
+def save_checkpoint(
+    folder: Path, model: torch.nn.Module, optimizer, position: Position, keep: int, ranks: Ranks = ONE_RANK
+) -> Path:
+    """Write one checkpoint atomically and delete the oldest beyond `keep`; all ranks call it. Returns its folder."""
     final = Path(folder) / f"step-{position.step:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_weights(temporary / "model.safetensors", model)
-    torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, temporary / "optimizer.pt")
-    files = {name: hash_files([temporary / name]) for name in ("model.safetensors", "optimizer.pt")}
-    write_json(temporary / "state.json", asdict(position) | {"files": files})
-    for name in files:
-        _sync(temporary / name)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
-    _sync(final.parent)
-    for old in checkpoint_folders(folder)[:-keep]:
-        shutil.rmtree(old)
+    if ranks.is_first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    ranks.barrier()
+    mine = {}
+    for number, (name, tensor) in enumerate(training_tensors(model, optimizer).items()):
+        whole = _whole(tensor)  # of a sharded tensor: all ranks take part
+        if number % ranks.num_ranks == ranks.rank:
+            mine[name] = whole.detach().cpu().contiguous()
+    part = temporary / f"part-{ranks.rank:02d}-of-{ranks.num_ranks:02d}.safetensors"
+    save_file(mine, part)
+    _sync(part)
+    part.with_suffix(".hash").write_text(hash_files([part]))
+    ranks.barrier()
+    if ranks.is_first:
+        notes = sorted(temporary.glob("*.hash"))
+        files = {note.with_suffix(".safetensors").name: note.read_text() for note in notes}
+        for note in notes:
+            note.unlink()
+        write_json(temporary / "state.json", asdict(position) | {"files": files})
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        _sync(final.parent)
+        for old in checkpoint_folders(folder)[:-keep]:
+            shutil.rmtree(old)
+    ranks.barrier()
     return final
 
 
-def save_weights(path: Path, model: torch.nn.Module) -> None:
-    """Write a model's state dict atomically."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    os.replace(temporary, path)
+def training_tensors(model: torch.nn.Module, optimizer) -> dict[str, torch.Tensor]:
+    """All that a training is made of, by name; the tensors share memory with the model's and the optimiser's."""
+    named = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    named |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    return named | {"random_state": torch.get_rng_state()}
+
+
+def save_weights(path: Path, model: torch.nn.Module, ranks: Ranks = ONE_RANK) -> None:
+    """Write a model's state dict atomically; all ranks call it, the first one writes."""
+    tensors = {name: _whole(tensor).detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if ranks.is_first:
+        temporary = path.with_suffix(".tmp")
+        save_file(tensors, temporary)
+        os.replace(temporary, path)
+    ranks.barrier()
+
+
+def load_weights(path: Path, model: torch.nn.Module) -> None:
+    """The inverse of `save_weights`, in place."""
+    saved = load_file(path)
+    for name, tensor in model.state_dict().items():
+        _copy_into(tensor, saved[name])
 
 
 def newest_whole_checkpoint(folder: Path, log: logging.Logger) -> tuple[Path, Position] | None:
@@ -93,11 +127,37 @@ def newest_whole_checkpoint(folder: Path, log: logging.Logger) -> tuple[Path, Po
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizer) -> None:
-    """Restore weights, optimiser and random state in place."""
-    model.load_state_dict(load_file(path / "model.safetensors"))
-    state = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
+    """Restore weights, optimiser and random state in place, whatever number of ranks wrote them."""
+    wanted = training_tensors(model, optimizer)
+    for part in sorted(path.glob("part-*.safetensors")):
+        for name, saved in load_file(part).items():
+            _copy_into(wanted.pop(name), saved)
+            if name == "random_state":
+                torch.set_rng_state(saved)
+    if wanted:
+        raise UserError(f"the checkpoint lacks {', '.join(sorted(wanted))}", str(path))
+
+
+def checkpoint_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The model's state dict in a checkpoint folder."""
+    parts = [load_file(part) for part in sorted(path.glob("part-*.safetensors"))]
+    named = {name: tensor for part in parts for name, tensor in part.items()}
+    return {name.removeprefix("model."): tensor for name, tensor in named.items() if name.startswith("model.")}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def _copy_into(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor import distribute_tensor
+
+        saved = saved.to(tensor.device)
+        saved = distribute_tensor(saved, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        tensor = tensor.to_local()
+    tensor.copy_(saved)
 
 
 def _damage(path: Path) -> str | None:

@@ -49,10 +49,33 @@ class Ranks:
         if bucket:
             _sum_bucket(bucket)
 
+    def shard(self, model: nn.Module) -> None:
+        """Shard weights, gradients and, through them, the optimiser's state over ranks (FSDP2), in place.
+
+        Gradients are summed in float32, not averaged: losses are already divided by the whole step's positions.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.num_ranks,))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        model.set_force_sum_reduction_for_comms(True)
+        model.set_gradient_divide_factor(1.0)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.num_ranks > 1:
             dist.barrier()
+
+
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
+
+
+def gather_again(model: nn.Module) -> None:
+    """Drop whole weights that a forward without a backward left, so that the next one gathers the stepped ones."""
+    if hasattr(model, "reshard"):
+        model.reshard()
 
 
 def _sum_bucket(gradients: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,8 @@ class Journal:
         self._file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (closed in close)
         self._board = SummaryWriter(str(folder / "tensorboard"))
         self._wandb = None
-        if os.environ.get("WANDB_API_KEY") and importlib.util.find_spec("wandb"):
-            import wandb
-
-            self._wandb = wandb.init(project="eagle3", name=run_name, resume="allow")
+        if os.environ.get("WANDB_API_KEY"):
+            self._wandb = _open_wandb(run_name)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One entry; numbers and lists of numbers (by step of the unroll) become curves."""
@@ -49,6 +48,16 @@ class Journal:
 
     def __exit__(self, *_exception) -> None:
         self.close()
+
+
+def _open_wandb(run_name: str) -> Any:
+    """The Weights & Biases run of this name, gone on with when it is there; None, and a word, without the library."""
+    if importlib.util.find_spec("wandb") is None:
+        logging.getLogger("eagle3.train").warning("WANDB_API_KEY is set, but wandb is not installed")
+        return None
+    import wandb
+
+    return wandb.init(project="eagle3", name=run_name, id=run_name, resume="allow")
 
 
 def read_journal(folder: Path, kind: str) -> list[dict[str, Any]]:

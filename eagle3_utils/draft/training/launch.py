@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,27 +21,47 @@ from eagle3_utils.errors import UserError
 from eagle3_utils.runs import Stage
 
 _POLL_SECONDS = 2.0
+_MAX_WAIT_SHARE = 0.05
 
 
-def run_training(config: TrainConfig, stage: Stage) -> tuple[DraftModel, TrainReport]:
+def run_training(
+    config: TrainConfig, stage: Stage, watch: Callable[[], None] = lambda: None
+) -> tuple[DraftModel, TrainReport]:
     """Train to the end, or go on from the last checkpoint; returns the best draft, float32 on the CPU, and the report.
+
+    watch: called after every step (under torchrun every two seconds), a live plot for instance.
 
     With `num_gpus` > 1 every rank is a process of its own; this one shows their progress and hands on an interrupt.
     Raises `UserError` when a rank fails (its words are in train.log of the stage folder).
     """
     if config.num_gpus <= 1:
-        model, report = train(config, stage.log, stage.progress)
+
+        def progress(**fields) -> None:
+            stage.progress(**fields)
+            watch()
+
+        model, report = train(config, stage.log, progress)
+        _say_waiting(report, stage)
         return model.place("cpu", torch.float32), report
     parameters = stage.folder / "train.yaml"
     parameters.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.num_gpus}",
                "-m", "eagle3_utils.draft.train", str(parameters)]  # fmt: skip
-    _watch(command, stage)
+    _watch(command, stage, watch)
     report = TrainReport(**json.loads((stage.data / "draft" / REPORT).read_text()))
+    _say_waiting(report, stage)
     return draft_of_training(config, stage.data), report
 
 
-def _watch(command: list[str], stage: Stage) -> None:
+def _say_waiting(report: TrainReport, stage: Stage) -> None:
+    if report.wait_share > _MAX_WAIT_SHARE:
+        stage.log.warning(
+            "%.0f %% of the time went into waiting for data: a faster disk, or more prefetch_batches",
+            100 * report.wait_share,
+        )
+
+
+def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
     """Run torchrun to its end, showing the last journal entry as progress; SIGTERM it when interrupted."""
     log_path: Path = stage.folder / "train.log"
     with open(log_path, "a") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
@@ -51,6 +72,7 @@ def _watch(command: list[str], stage: Stage) -> None:
                 if entries:
                     last = entries[-1]
                     stage.progress(done=last["step"], unit="steps", rate=last["tokens_per_second"], loss=last["loss"])
+                watch()
         except KeyboardInterrupt:
             process.terminate()
             process.wait()

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from eagle3_utils.draft.modules.fused import fused
 from eagle3_utils.draft.unrolling.plan import UnrollPlan
 
 # (query [n, A, E], keys [T, K, E], values [T, K, F], scale) -> attended [n, A, F], log-sum-exp [n, A] (natural)
@@ -22,6 +23,8 @@ PrefixAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _QUERY_BLOCK = 512  # eager: scores of at most this many queries at a time
 _FLEX_BLOCK = 128
+# Of few queries torch would choose its decoding kernel, which has no build for dynamic shapes (2.11).
+_KERNEL_OPTIONS = {"BACKEND": "TRITON"}
 
 
 @cache
@@ -86,16 +89,17 @@ def flex_prefix_attention(plan: UnrollPlan, compiled: bool = True) -> PrefixAtte
         count = len(query)
         if count not in masks:
             masks[count] = interval_block_mask(plan.document_start, plan.rows[:count])
-        attended, lse = attention(
+        attended, aux = attention(
             query.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
             block_mask=masks[count],
             scale=scale,
             enable_gqa=query.shape[1] != keys.shape[1],
-            return_lse=True,
+            return_aux=AuxRequest(lse=True),
+            kernel_options=_KERNEL_OPTIONS if query.is_cuda else None,
         )
-        return attended[0].transpose(0, 1), lse[0].transpose(0, 1)
+        return attended[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
 
     return attend
 
@@ -127,6 +131,7 @@ def interval_block_mask(document_start: torch.Tensor, slots: torch.Tensor) -> Bl
     )
 
 
+@fused
 def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     """Add each row's own later keys to its prefix attention, as one softmax over both.
 

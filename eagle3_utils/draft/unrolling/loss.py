@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle3_utils.draft.metrics import draft_overlap
+from eagle3_utils.draft.modules.fused import add_weight_gradient, fused
 from eagle3_utils.draft.unrolling.teacher import Teacher
 
 LOSSES = ("soft", "hard", "lk_alpha", "lk_lambda")
@@ -28,7 +29,8 @@ class LossJob:
 
     final [M, H] teacher states. pair_index int64 [M, S] (see plan.py). step_scale float32 [S]: weight of step i over
     its number of supervised positions. covered bool [M]: known coverage, or None. baseline_id: draft id of the most
-    frequent token. chunk_bytes: memory for one chunk's logits.
+    frequent token. chunk_bytes: memory for one chunk's logits. head_gradient_at_once: add it to the head's `.grad`
+    right away, as the loss is taken, instead of keeping one of that size more until `backward`.
     """
 
     teacher: Teacher
@@ -40,6 +42,7 @@ class LossJob:
     baseline_id: int = -1
     want_overlap: bool = False
     chunk_bytes: int = 48 << 20
+    head_gradient_at_once: bool = False
 
 
 @dataclass
@@ -74,75 +77,80 @@ class _ChunkedLoss(torch.autograd.Function):
         num_steps, num_hidden = job.pair_index.shape[1], len(hidden)
         chunk = max(1, job.chunk_bytes // (num_steps * len(head) * 4))
         hidden_gradient = hidden.new_zeros(num_hidden + 1, hidden.shape[1]) if wants_gradient else None
-        head_gradient = torch.zeros(head.shape, device=head.device) if wants_head_gradient else None  # float32
+        at_once = job.head_gradient_at_once and wants_head_gradient
+        head_gradient = torch.zeros_like(head) if wants_head_gradient and not at_once else None
+        outside = job.teacher.outside(job.final, job.covered, job.want_overlap)
         total = torch.zeros((), device=hidden.device)
         for first in range(0, len(job.pair_index), chunk):
             rows = slice(first, first + chunk)
             pairs = job.pair_index[rows]
             inputs = hidden.index_select(0, pairs.flatten().clamp(max=num_hidden - 1))  # [C·S, H]
-            logits = (inputs @ head.T).float().unflatten(0, (-1, num_steps))  # [C, S, D]
-            scaled, gradient = _chunk(logits, pairs < num_hidden, rows, job, details, wants_gradient)
+            logits = (inputs @ head.T).unflatten(0, (-1, num_steps))  # [C, S, D]
+            teacher = job.teacher(job.final[rows], outside.rows(rows))
+            scaled, gradient = _chunk(logits, teacher, pairs < num_hidden, rows, job, details, wants_gradient)
             total += scaled
             if wants_gradient:
-                gradient = gradient.flatten(0, 1).to(hidden.dtype)
+                gradient = gradient.flatten(0, 1)
                 hidden_gradient[pairs.flatten()] = gradient @ head  # rows without a pair go to the spare last row
-                if wants_head_gradient:
-                    _accumulate(head_gradient, gradient, inputs)
-        if wants_gradient:
-            ctx.save_for_backward(hidden_gradient[:-1], head_gradient.to(head.dtype) if wants_head_gradient else None)
+                if at_once:
+                    add_weight_gradient(head, gradient, inputs)
+                elif wants_head_gradient:
+                    head_gradient.addmm_(gradient.T, inputs)
+        ctx.gradients = [hidden_gradient, head_gradient]
         return total
 
     @staticmethod
     def backward(ctx, upstream):
-        hidden_gradient, head_gradient = ctx.saved_tensors
-        head_gradient = None if head_gradient is None else head_gradient * upstream
-        return hidden_gradient * upstream, head_gradient, None, None
+        hidden_gradient, head_gradient = ctx.gradients
+        ctx.gradients = None  # so that the head's gradient becomes `.grad` without a copy
+        head_gradient = None if head_gradient is None else head_gradient.mul_(upstream)
+        return hidden_gradient[:-1] * upstream, head_gradient, None, None
 
 
-def _accumulate(total: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
-    """total [D, H] float32 += gradientᵀ [D, C·S] @ inputs [C·S, H], summed in float32 whatever the inputs' dtype."""
-    if gradient.dtype == torch.float32:
-        total.addmm_(gradient.T, inputs)
-    elif gradient.is_cuda:
-        total += torch.mm(gradient.T, inputs, out_dtype=torch.float32)
-    else:
-        total += gradient.T.float() @ inputs.float()
-
-
-def _chunk(logits, has_pair, rows, job, details, wants_gradient):
-    """One chunk: fills `details`, returns its scaled loss and, in the memory of `logits`, the scaled gradient."""
-    known = None if job.covered is None else job.covered[rows]
-    teacher = job.teacher(job.final[rows], known, job.want_overlap)
+def _chunk(logits, teacher, has_pair, rows: slice, job: LossJob, details: LossDetails, wants_gradient: bool):
+    """Loss of one chunk, logits [C, S, D]; fills `details`. Returns the scaled sum and its gradient by the logits."""
+    carries_loss = has_pair & teacher.covered[:, None]
     details.covered[rows] = teacher.covered
     details.baseline_hit[rows] = teacher.covered & (teacher.best == job.baseline_id)
-    details.correct[rows] = has_pair & teacher.covered[:, None] & (logits.argmax(-1) == teacher.best[:, None])
-    if job.want_overlap:
-        mass = 1.0 if teacher.mass is None else teacher.mass[:, None, None]
-        overlap = draft_overlap(logits.softmax(-1), teacher.probabilities[:, None] * mass)
-        details.overlap[rows] = torch.where(has_pair, overlap, 0.0)
-    carries_loss = has_pair & teacher.covered[:, None]
-    loss, gradient = loss_and_gradient(logits, teacher, job.kind, wants_gradient)
+    scale = carries_loss * job.step_scale  # [C, S]
+    terms = _LOSS_TERMS[job.kind]
+    loss, best, gradient = terms(logits, teacher.probabilities, teacher.best, scale, wants_gradient)
+    details.correct[rows] = carries_loss & (best == teacher.best[:, None])
     loss = torch.where(carries_loss, loss, 0.0)
     details.loss[rows] = loss
-    scale = carries_loss * job.step_scale  # [C, S]
-    if wants_gradient:
-        gradient.mul_(scale[..., None])
+    if job.want_overlap:
+        mass = 1.0 if teacher.mass is None else teacher.mass[:, None, None]
+        overlap = draft_overlap(logits.float().softmax(-1), teacher.probabilities[:, None] * mass)
+        details.overlap[rows] = torch.where(has_pair, overlap, 0.0)
     return (loss * job.step_scale).sum(), gradient
 
 
-def loss_and_gradient(logits, teacher, kind: str, wants_gradient: bool = True):
-    """Loss [C, S] of logits [C, S, D] against the teacher's q [C, D], and its gradient [C, S, D] by the logits.
+def _terms_of(kind: str):
+    """(logits [C, S, D], q [C, D], argmax of q [C], scale [C, S], whether to) -> loss and argmax [C, S], and the
+    scaled gradient by the logits, in their dtype."""
+
+    def terms(logits, q, best, scale, wants_gradient):
+        chosen = logits.argmax(-1)
+        loss, gradient = loss_and_gradient(logits.float(), q, best, kind, wants_gradient)
+        return loss, chosen, gradient.mul_(scale[..., None]).to(logits.dtype) if wants_gradient else None
+
+    terms.__name__ = f"terms_of_{kind}"
+    return fused(terms)
+
+
+def loss_and_gradient(logits, probabilities, best, kind: str, wants_gradient: bool = True):
+    """Loss [C, S] of float32 logits [C, S, D] against the teacher's q [C, D], and its gradient [C, S, D] by them.
 
     soft: cross-entropy -Σ q log p. hard: -log p(argmax q). lk_alpha: -log A with A = Σ min(p, q). lk_lambda:
     λ KL(q‖p) + (1 - λ) TV(p, q), λ = exp(-3 A) held constant (LK losses, arXiv 2602.23881).
     """
     log_p = logits.log_softmax(-1)
-    q = teacher.probabilities[:, None]  # [C, 1, D]
+    q = probabilities[:, None]  # [C, 1, D]
     if kind == "hard":
-        best = teacher.best[:, None, None].expand(-1, logits.shape[1], 1)
+        best = best[:, None, None].expand(-1, logits.shape[1], 1)
         loss = -log_p.gather(-1, best).squeeze(-1)
         return loss, log_p.exp_().scatter_add_(-1, best, -torch.ones_like(loss)[..., None]) if wants_gradient else None
-    cross_entropy = -(log_p @ teacher.probabilities[..., None]).squeeze(-1)  # [C, S]
+    cross_entropy = -_dot(log_p, probabilities)  # [C, S]
     if kind == "soft":
         return cross_entropy, log_p.exp_().sub_(q) if wants_gradient else None
     p = log_p.exp_()
@@ -158,3 +166,13 @@ def loss_and_gradient(logits, teacher, kind: str, wants_gradient: bool = True):
         return loss, None
     weight = weight[..., None]
     return loss, p.sub_(q).mul_(weight).sub_(acceptance_gradient.mul_(1 - weight))
+
+
+def _dot(log_p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Σ_v q log p: [C, S, D] and [C, D] -> [C, S]; as a sum where it is compiled into one kernel with the rest."""
+    if log_p.is_cuda:
+        return (log_p * q[:, None]).sum(-1)
+    return (log_p @ q[..., None]).squeeze(-1)
+
+
+_LOSS_TERMS = {kind: _terms_of(kind) for kind in LOSSES}

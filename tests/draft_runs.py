@@ -47,18 +47,23 @@ def make_config(states, tiny_llama, tmp_path):
     """make(name, **changes) -> TrainConfig of a fresh run that shares the stores."""
 
     def make(name="run", **changes):
-        data = tmp_path / name / "data"
-        data.mkdir(parents=True, exist_ok=True)
-        if not (data / "hidden_states").exists():
-            (data / "hidden_states").symlink_to(states / "hidden_states")
-        values = dict(
-            run_dir=str(tmp_path / name), data_root=str(data), model=str(tiny_llama), device="cpu",
-            draft_vocab_size=256, ttt_steps=3, epochs=3.0, max_tokens_per_step=64, learning_rate=3e-3,
-            validate_every_steps=4, checkpoint_every_steps=4, max_seq_len=64,
-        )  # fmt: skip
-        return TrainConfig(**(values | changes))
+        return config_on(states, tiny_llama, tmp_path / name, **changes)
 
     return make
+
+
+def config_on(states, tiny_llama, run_folder, **changes):
+    """A small training on the shared stores, in a run folder of its own."""
+    data = run_folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    if not (data / "hidden_states").exists():
+        (data / "hidden_states").symlink_to(states / "hidden_states")
+    values = dict(
+        run_dir=str(run_folder), data_root=str(data), model=str(tiny_llama), device="cpu",
+        draft_vocab_size=256, ttt_steps=3, epochs=3.0, max_tokens_per_step=64, learning_rate=3e-3,
+        validate_every_steps=4, checkpoint_every_steps=4, max_seq_len=64,
+    )  # fmt: skip
+    return TrainConfig(**(values | changes))
 
 
 def folder_of(config):

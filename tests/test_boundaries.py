@@ -31,6 +31,11 @@ def test_layer_ids_make_the_targets_class_capture_the_trained_layers(architectur
     assert aux_layers_of(target, ids) == layers
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_no_ids_at_all_mean_the_class_own_default(architecture):
+    assert captured_boundaries(fake_target(architecture), None) == [2, 30, 58]
+
+
 def test_target_without_capture_is_refused():
     with pytest.raises(UserError, match="no EAGLE-3 capture"):
         layer_ids_for(fake_target("MixtralForCausalLM"), [1, 2, 3])

@@ -8,6 +8,8 @@ from draft_folders import LAYERS
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.training.build import corpus_vocab, draft_config_for, new_draft
+from eagle3_utils.draft.training.checkpoint import Position, save_checkpoint
+from eagle3_utils.draft.training.optimizer import MasterAdamW
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
 from eagle3_utils.target import load_final_norm, load_lm_head
@@ -49,6 +51,15 @@ def test_warm_start_keeps_the_old_vocabulary(exported, target):
         new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, [1, 2, 3], other)
 
 
+def test_warm_start_from_a_checkpoint_has_its_weights_and_vocabulary(draft, target, tmp_path):
+    folder = save_checkpoint(tmp_path, draft, MasterAdamW(draft.parameters()), Position(step=7), keep=1)
+    other = vocab_map_of(torch.arange(100), target.vocab_size)
+    model = new_draft(TrainConfig(draft_vocab_size=100, init_from=str(folder)), target, LAYERS, other)
+    assert torch.equal(model.d2t, draft.d2t) and torch.equal(model.fc.weight, draft.fc.weight)
+    with pytest.raises(UserError, match="another shape"):
+        new_draft(TrainConfig(fc_norm=True, init_from=str(folder)), target, LAYERS, other)
+
+
 def test_draft_of_an_mla_target_has_its_own_heads(target):
     text = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432, "kv_lora_rank": 512,
             "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
@@ -59,3 +70,19 @@ def test_draft_of_an_mla_target_has_its_own_heads(target):
     assert (mla.num_kv_heads, mla.kv_lora_rank, mla.v_head_dim) == (64, 512, 128)
     with pytest.raises(UserError, match="mla"):
         draft_config_for(TrainConfig(layer_kind="mla"), target, LAYERS)
+
+
+def test_rope_is_the_targets_or_what_the_parameters_set(target):
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    assert draft_config_for(TrainConfig(), target, LAYERS).rope == target.rope
+    assert draft_config_for(TrainConfig(rope=linear), target, LAYERS).rope == linear
+    with pytest.raises(UserError, match="needs rope_type"):
+        draft_config_for(TrainConfig(rope={"factor": 4.0}), target, LAYERS)
+
+
+@pytest.mark.parametrize("layers", [[2], [0, 1, 2, 4]])
+def test_any_number_of_auxiliary_layers_trains(target, layers):
+    vocab = vocab_map_of(torch.arange(256), target.vocab_size)
+    model = new_draft(TrainConfig(draft_vocab_size=256), target, layers, vocab)
+    assert model.fc.weight.shape == (64, len(layers) * 64)
+    assert model.project(torch.randn(5, len(layers), 64)).shape == (5, 64)

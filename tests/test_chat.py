@@ -91,6 +91,16 @@ def test_reasoning_goes_into_the_text_where_the_template_has_no_field_for_it(tin
     assert runs == [start + "Six.<|im_end|>"]
 
 
+@pytest.mark.parametrize("reasoning", ["keep", "unsupervised", "drop"])
+def test_reasoning_stands_under_the_templates_own_key(tiny_llama, reasoning):
+    tokenizer = speaking(tiny_llama, "HARMONY")  # `thinking`, in a channel of its own
+    runs = supervised_runs(tokenizer, THINKING[2:], reasoning=reasoning)
+    thought = "Count.<|end|><|start|>assistant<|channel|>final<|message|>" if reasoning == "keep" else ""
+    assert runs == [thought + "Six.<|return|>"]
+    text, _ = ChatRenderer(tokenizer, reasoning=reasoning).render(THINKING[2:])
+    assert ("<|channel|>analysis<|message|>Count." in text) == (reasoning != "drop")
+
+
 def test_tool_calls_are_supervised_and_tool_results_are_not(tiny_llama):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     talk = [

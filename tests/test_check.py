@@ -7,10 +7,15 @@ import torch
 from draft_folders import LAYERS
 from safetensors.torch import load_file, save_file
 
-from eagle3_utils.draft.check import check_draft
+from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.check import check_draft, review_draft, why_untrained
+from eagle3_utils.draft.export import export_draft
+from eagle3_utils.draft.training.build import new_draft
+from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
 
 pytest_plugins = ["draft_folders"]  # fixtures
+pytestmark = pytest.mark.usefixtures("trained_target")
 
 
 def edit(folder, tensors=None, config=None):
@@ -33,13 +38,22 @@ FAULTS = {
     "d2t not injective": (lambda t: t["d2t"].sub_(torch.arange(256)), None, "do not say the same"),
     "not finite": (lambda t: t["fc.weight"].fill_(float("nan")), None, "fc.weight holds values that are not finite"),
     "constant": (lambda t: t["fc.weight"].zero_(), None, "fc.weight is constant"),
+    "noise": (lambda t: t["fc.weight"].normal_(std=0.3), None, "fc.weight is random noise: it was never trained"),
+    "ones": (lambda t: t["midlayer.hidden_norm.weight"].fill_(1), None, "midlayer.hidden_norm.weight is 1 everywhere"),
     "wrong shape": (lambda t: t.update({"fc.weight": torch.ones(64, 64)}), None, "fc.weight has shape [64, 64]"),
-    "no eagle_config": (None, lambda c: c.pop("eagle_config"), "eagle_aux_hidden_state_layer_ids"),
+    "no eagle_config": (None, lambda c: c.pop("eagle_config"), "SGLang would capture its default layers [1, 2, 2]"),
+    "no draft vocabulary": (None, lambda c: c.pop("draft_vocab_size"), "no draft_vocab_size"),
     "short context": (None, lambda c: c.update(max_position_embeddings=512), "acceptance falls on longer contexts"),
+    "other RoPE": (None, lambda c: c["rope_parameters"].update(rope_theta=5e5), "'rope_theta': 500000.0"),
     "other layers": (
         None,
         lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
         "capture the outputs of layers [2, 3, 5]; the draft was trained on [1, 2, 4]",
+    ),
+    "no capture": (
+        None,
+        lambda c: c["eagle_config"].update(use_aux_hidden_state=False),
+        "would feed final states",
     ),
     "tied": (None, lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings"),
 }
@@ -51,6 +65,39 @@ def test_each_planted_fault_is_named(fault, exported, target):
     edit(exported, tensors, config)
     problems = check_draft(exported, target, LAYERS)
     assert len(problems) == 1 and message in problems[0]
+
+
+def test_a_draft_that_was_never_trained_is_found_out(draft, target, tmp_path, monkeypatch):
+    config = TrainConfig(draft_vocab_size=256, init="random")
+    fresh = export_draft(new_draft(config, target, LAYERS, vocab_of(draft)), target, tmp_path / "fresh")
+    problems = check_draft(fresh, target, LAYERS)
+    assert "fc.weight is random noise: it was never trained or never loaded" in problems
+    monkeypatch.setattr("eagle3_utils.draft.check.load_final_norm", lambda target: torch.ones(64))
+    assert check_draft(fresh, target, LAYERS) == []  # a random target's draft cannot be told from an untrained one
+
+
+def vocab_of(draft):
+    return vocab_map_of(draft.target_ids, draft.config.vocab_size)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (300, 700)])
+def test_noise_is_told_from_noise_with_a_direction_of_its_own(shape):
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 0.02
+    direction = torch.outer(*(torch.ones(size) / size**0.5 for size in shape))
+    assert why_untrained(noise) == why_untrained(torch.rand(shape) - 0.5) == "is random noise"
+    assert why_untrained(noise + 0.02 * 2 * (shape[0] ** 0.5 + shape[1] ** 0.5) * direction) is None
+
+
+def test_a_sound_draft_has_notes_but_no_problem(exported, target):
+    review = review_draft(exported, target, LAYERS)
+    assert review.layout == "sglang" and review.problems == []
+    assert review.notes == [f"layer ids {LAYERS}: LlamaForCausalLM captures the outputs of layers {LAYERS}"]
+
+
+def test_our_own_drafts_say_themselves_what_they_were_trained_on(exported, target):
+    assert check_draft(exported, target) == []
+    edit(exported, config=lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 5]))
+    assert "the draft was trained on [1, 2, 4]" in check_draft(exported, target)[0]
 
 
 def test_folder_that_is_no_draft_is_refused(tiny_llama, target, tmp_path):

@@ -17,6 +17,7 @@ from eagle3_utils.draft.training.optimizer import MasterAdamW
 from eagle3_utils.errors import UserError
 
 LOG = logging.getLogger("test_checkpoint")
+PART = "part-00-of-01.safetensors"
 
 
 def trained(steps=3, seed=0):
@@ -43,8 +44,7 @@ def test_restores_weights_moments_and_random_state(tmp_path):
     other, other_optimizer = trained(seed=5)
     load_checkpoint(path, other, other_optimizer)
     assert torch.equal(other.weight, model.weight) and position.step == 30 and position.parameters == {"a": 1}
-    moments = [o.adam.state[p]["exp_avg"] for o, p in ((optimizer, model.weight), (other_optimizer, other.weight))]
-    assert torch.equal(*moments)
+    assert torch.equal(optimizer.means[0], other_optimizer.means[0])
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -58,14 +58,14 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, tmp_path
     save_three(tmp_path)
     newest = tmp_path / "step-000030"
     if damage == "truncate":
-        with open(newest / "optimizer.pt", "r+b") as file:
+        with open(newest / PART, "r+b") as file:
             file.truncate(100)
     elif damage == "flip":
-        data = bytearray((newest / "model.safetensors").read_bytes())
+        data = bytearray((newest / PART).read_bytes())
         data[-1] ^= 1
-        (newest / "model.safetensors").write_bytes(data)
+        (newest / PART).write_bytes(data)
     elif damage == "remove":
-        (newest / "model.safetensors").unlink()
+        (newest / PART).unlink()
     else:
         (newest / "state.json").write_text('{"step": 30')
     with caplog.at_level(logging.WARNING):
@@ -86,7 +86,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     with torch.no_grad():
         model.weight.zero_()
     save_checkpoint(tmp_path, model, optimizer, Position(step=30), 3)
-    assert load_file(tmp_path / "step-000030" / "model.safetensors")["weight"].abs().sum() == 0
+    assert load_file(tmp_path / "step-000030" / PART)["model.weight"].abs().sum() == 0
 
 
 def test_other_parameters_are_refused_by_name(tmp_path):

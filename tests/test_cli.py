@@ -12,7 +12,19 @@ import pytest
 from eagle3_utils import cli
 from eagle3_utils.runs import write_json
 
-COMMANDS = ["run", "stop", "status", "plan", "doctor", "verify", "export", "check-draft", "example-target", "clean"]
+COMMANDS = [
+    "run",
+    "stop",
+    "status",
+    "plan",
+    "doctor",
+    "verify",
+    "report",
+    "export",
+    "check-draft",
+    "example-target",
+    "clean",
+]
 
 
 def call(capsys, *arguments) -> tuple[int, str, str]:

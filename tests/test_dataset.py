@@ -102,3 +102,22 @@ def test_more_ranks_than_samples_is_an_error(reader):
 def test_to_moves_every_tensor(reader):
     batch = next(PackedDataset(reader, 256).epoch(0)).to("meta")
     assert batch.aux.device.type == batch.cu_seqlens.device.type == "meta" and batch.sample_ids
+
+
+def test_any_number_of_ranks_shares_the_same_batches_when_their_multiple_is_given(reader):
+    whole = PackedDataset(reader, 256, multiple_of=4).plan(0)
+    for num_ranks in (2, 4):
+        shares = [
+            PackedDataset(reader, 256, rank=rank, num_ranks=num_ranks, multiple_of=4).plan(0)
+            for rank in range(num_ranks)
+        ]
+        together = [share[number] for number in range(len(shares[0])) for share in shares]
+        assert together == whole
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_prepare_sees_every_batch_before_it_is_handed_out(reader, prefetch):
+    dataset = PackedDataset(reader, 256, prefetch=prefetch, prepare=lambda batch: (batch.sample_ids, "prepared"))
+    assert [ids for ids, word in dataset.epoch(0) if word == "prepared"] == [
+        batch.sample_ids for batch in PackedDataset(reader, 256).epoch(0)
+    ]

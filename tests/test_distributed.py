@@ -1,15 +1,17 @@
 """Two gloo ranks on a CPU against one: the same loss curve on the same global batches."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import yaml
-from draft_runs import folder_of
+from draft_runs import config_on, folder_of
 
 from eagle3_utils.draft.train import train
+from eagle3_utils.draft.training.checkpoint import checkpoint_folders
 from eagle3_utils.draft.training.distributed import Ranks, open_ranks
 from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
@@ -17,20 +19,50 @@ from eagle3_utils.errors import UserError
 pytest_plugins = ["draft_runs"]  # fixtures
 
 
-def test_two_ranks_give_the_loss_curve_of_one(make_config, tmp_path):
-    one = make_config("one", batches_per_step=2, epochs=2.0)
-    two = make_config("two", batches_per_step=2, epochs=2.0)
-    train(one)
-    path = tmp_path / "two.yaml"
-    path.write_text(yaml.safe_dump(two.model_dump()))
+@pytest.fixture(scope="module")
+def curve_of_one(states, tiny_llama, tmp_path_factory):
+    """Journal entries of one rank, by step."""
+    config = config_on(states, tiny_llama, tmp_path_factory.mktemp("one"), **SHARED)
+    train(config)
+    return read_journal(folder_of(config), "train")
+
+
+SHARED = {"batches_per_step": 2, "epochs": 2.0, "keep_checkpoints": 9, "checkpoint_every_steps": 2}
+
+
+def run_on_two_ranks(config, path):
+    path.write_text(yaml.safe_dump(config.model_dump()))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "eagle3_utils.draft.train", str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    a, b = (read_journal(folder_of(config), "train") for config in (one, two))
-    assert [e["loss"] for e in a] == pytest.approx([e["loss"] for e in b], abs=1e-5)
-    assert [e["tokens"] for e in a] == [e["tokens"] for e in b]
+    return read_journal(folder_of(config), "train")
+
+
+def same_curve(one, two):
+    assert [entry["loss"] for entry in two] == pytest.approx([entry["loss"] for entry in one], abs=1e-5)
+    assert [entry["tokens"] for entry in two] == [entry["tokens"] for entry in one]
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_two_ranks_give_the_loss_curve_of_one_which_can_go_on_from_their_checkpoint(
+    sharding, curve_of_one, make_config, tmp_path
+):
+    config = make_config("two", sharding=sharding, **SHARED)
+    entries = run_on_two_ranks(config, tmp_path / "two.yaml")
+    same_curve(curve_of_one, entries)
+    assert [e["grad_norm"] for e in entries] == pytest.approx([e["grad_norm"] for e in curve_of_one], rel=1e-4)
+    folders = checkpoint_folders(folder_of(config) / "checkpoints")
+    parts = [file.name for file in sorted(folders[0].glob("part-*"))]
+    assert parts == ["part-00-of-02.safetensors", "part-01-of-02.safetensors"]
+    for later in folders[1:]:
+        shutil.rmtree(later)
+    (folder_of(config) / "metrics.jsonl").unlink()
+    train(config)  # one rank, from step 2 on
+    resumed = read_journal(folder_of(config), "train")
+    assert [entry["step"] for entry in resumed] == [entry["step"] for entry in curve_of_one[2:]]
+    same_curve(curve_of_one[2:], resumed)
 
 
 def test_steps_that_ranks_cannot_share_are_refused(make_config):

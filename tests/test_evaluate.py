@@ -10,7 +10,7 @@ from small_models import one_thread
 
 from eagle3_utils import runs
 from eagle3_utils.acceptance import evaluate, figures, heldout, offline, parity, served
-from eagle3_utils.acceptance.heldout import Prompt
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import load_reference_model, plain_decode
 from eagle3_utils.config import EvaluateConfig, TrainConfig
 from eagle3_utils.corpus.records import Record, write_parquet
@@ -94,7 +94,9 @@ def test_decoding_is_lossless_and_its_figures_become_metrics_the_summary_reads(w
     by_shape = work.replay_shapes(decoded)
     left_out = work.serve()
     report = work.parity(left_out)
-    metrics = figures.stage_metrics(config, teacher_forced, decoded, differences, lengths, by_shape, left_out, report)
+    metrics = figures.stage_metrics(
+        config, teacher_forced, decoded, differences, lengths, by_shape, left_out, [], report
+    )
     assert metrics == json.loads(json.dumps(metrics))
     assert metrics["identical"] is True and metrics["num_prompts"] == 4 and metrics["num_decoded_plainly"] == 2
     assert metrics["accept_length"] == lengths["decoded"]["all"].value >= 1.0
@@ -135,7 +137,7 @@ def test_without_reference_decoding_the_teacher_forced_length_is_the_headline(wo
     teacher_forced = offline.summarise(work.teacher_forced(), num_resamples=20)
     part = evaluate.ServedPart("served: off")
     metrics = figures.stage_metrics(
-        config, teacher_forced, [], [], {"decoded": {}}, {}, part, parity.ParityReport(left_out="x")
+        config, teacher_forced, [], [], {"decoded": {}}, {}, part, [], parity.ParityReport(left_out="x")
     )
     assert metrics["accept_length_from"] == "teacher-forced" and metrics["identical"] is None
     assert metrics["accept_length"] == teacher_forced["all"]["accept_length"][2].value
@@ -143,7 +145,7 @@ def test_without_reference_decoding_the_teacher_forced_length_is_the_headline(wo
 
 def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, decoded):
     """The served figures are those of a draft with absolute d2t; the trained draft, unharmed, finds it out."""
-    name, broken = next(item for item in parity.faults(work.draft, work.target).items() if "absolute" in item[0])
+    name, broken = next(item for item in parity.faults(work.draft, work.target) if "absolute" in item[0])
     prompts = work.prompts(10, 10)
     answers = []
     for prompt in prompts:
@@ -152,7 +154,7 @@ def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, decod
         counts = heldout.accepted_histogram([heldout.replay(broken, batch, work.shape)], 3)
         answers.append(served.ServedAnswer(prompt.id, "chat", output_ids, 20, sum(counts), counts, 1.0))
     run = served.ServedRun("3 · 1 · 4", work.shape, 1, 1.0, answers)
-    report = work.parity(evaluate.ServedPart(runs=[run]))
+    report = work.parity(evaluate.ServedPart(runs=[run], prompts=prompts))
     assert report.num_verifications == sum(answer.verifications for answer in answers)
     assert report.passed or name in report.causes
 

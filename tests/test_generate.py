@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import papermill
 import pytest
+from chat_templates import speaking
 from fake_endpoint import Endpoint
 from transformers import AutoTokenizer
 
@@ -12,6 +15,7 @@ from eagle3_utils.corpus.generation import generate, responses
 from eagle3_utils.corpus.generation.endpoints import EndpointPool, Sampling
 from eagle3_utils.corpus.generation.responses import GenerateSettings
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import repo_root
 
 SETTINGS = GenerateSettings("model-1", Sampling(0.7, 1.0, 16))
 KEY = "sk-secret-1234"
@@ -72,6 +76,24 @@ def test_openai_responses_have_text_and_cost_and_the_key_is_in_no_file(tmp_path,
     assert not any(KEY in file.read_text() for file in tmp_path.iterdir())
 
 
+def test_the_key_is_in_no_file_or_notebook_of_a_whole_stage(tmp_path, endpoint, tiny_llama, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt(i)) + "\n" for i in range(3)))
+    endpoint.script = [(500, {}), (400, {})]  # both answers repeat the key
+    parameters = {
+        "run_dir": str(tmp_path / "run"), "model": str(tiny_llama), "prompts": [str(tmp_path / "prompts.jsonl")],
+        "earlier_responses": [], "endpoints": [endpoint.url], "api": "openai", "api_model": "some-model",
+        "num_concurrent": 1, "max_failed_fraction": 0.5,
+    }  # fmt: skip
+    notebook = repo_root() / "notebooks" / "00_generate_responses.ipynb"
+    papermill.execute_notebook(notebook, tmp_path / "out.ipynb", parameters, cwd=repo_root(), progress_bar=False)
+    assert {headers["authorization"] for headers in endpoint.headers} == {f"Bearer {KEY}"}
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {"out.ipynb", "responses.jsonl", "responses.json", "metrics.json", "DONE.json"} <= {f.name for f in files}
+    assert "HTTP 400" in (tmp_path / "out.ipynb").read_text()
+    assert not [file for file in files if KEY.encode() in file.read_bytes()]
+
+
 def test_earlier_turns_keep_their_generated_ids(tmp_path, endpoint, tokenizer):
     path = tmp_path / "responses.jsonl"
     talk = prompt(1, "one", "two")
@@ -84,6 +106,29 @@ def test_earlier_turns_keep_their_generated_ids(tmp_path, endpoint, tokenizer):
     assert tokenizer.decode(ids) == whole.removesuffix("\n")
     ((start, end),) = line["output_spans"]
     assert tokenizer.decode(ids[start:end]) == "ONE<|im_end|>"
+
+
+def test_a_template_that_drops_earlier_reasoning_gets_its_own_prompt_and_no_earlier_ids(tmp_path, endpoint, tiny_llama):
+    tokenizer, path = speaking(tiny_llama, "QWEN3"), tmp_path / "responses.jsonl"
+    text = "<think>\nhm\n</think>\n\nfine"
+    ids = [*tokenizer.encode(text), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    answer = {"text": text, "output_ids": ids, "meta_info": {"finish_reason": {"type": "stop"}}}
+    endpoint.answer = lambda path, body: answer
+    run([prompt(1, "one", "two")], path, [endpoint.url], tokenizer)
+    line = responses.read_responses(path)["p1"]
+    whole = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(line["prompt_ids"]) == whole and "hm" not in whole and "fine" in whole
+    assert line["output_ids"] == ids and "output_spans" not in line
+
+
+def test_results_of_tools_are_not_replayed_and_tools_are_passed_on(tmp_path, endpoint, tokenizer):
+    path, tools = tmp_path / "responses.jsonl", [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    used = prompt(1, "1+1?") | {"tools": tools}
+    used["messages"] += [call, {"role": "tool", "content": "2"}]
+    summary = run([used, prompt(2) | {"tools": tools}], path, [endpoint.url], tokenizer, api="openai")
+    assert summary.failed == {"results of tools cannot be replayed: other calls may be made now": 1}
+    assert endpoint.seen[0][1]["tools"] == tools and responses.read_responses(path)["p2"]["tools"] == tools
 
 
 def test_a_killed_run_goes_on_after_its_last_whole_line(tmp_path, endpoint, tokenizer):

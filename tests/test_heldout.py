@@ -1,18 +1,16 @@
-"""Held-out prompts: which are read, that both decodings agree, what is counted, and replay beside real decoding."""
+"""Held-out prompts decoded: that both decodings agree, what is counted, and replay beside real decoding."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from small_models import AUX_LAYERS, one_thread, small_draft, small_model
-from transformers import AutoTokenizer
 
 from eagle3_utils.acceptance import heldout
-from eagle3_utils.acceptance.heldout import DecodedPrompt, Prompt
+from eagle3_utils.acceptance.heldout import DecodedPrompt
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import Decoded, plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
-from eagle3_utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -24,42 +22,6 @@ def model():
 @pytest.fixture(scope="module")
 def draft(model):
     return small_draft(model)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(example_target):
-    return AutoTokenizer.from_pretrained(example_target)
-
-
-@pytest.fixture
-def prompts_file(tmp_path):
-    lines = [
-        {"id": f"c{n}", "source": "chat", "split": split, "messages": [{"role": "user", "content": text}]}
-        for n, (split, text) in enumerate([("train", "no"), ("eval", "one"), ("eval", "two " * 50), ("eval", "three")])
-    ]
-    lines.append({"id": "m0", "source": "maths", "prompt": "1 + 1 =", "split": "eval"})
-    lines.append({"prompt": "no split, no source"})
-    path = tmp_path / "mine.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
-
-
-def test_only_held_out_prompts_are_read_and_the_template_renders_them(prompts_file, tokenizer):
-    prompts = heldout.read_prompts([prompts_file], tokenizer, per_source=8, max_tokens=60)
-    assert [(prompt.id, prompt.source) for prompt in prompts] == [
-        ("c1", "chat"), ("c3", "chat"), ("m0", "maths"), ("mine-6", "mine"),
-    ]  # fmt: skip
-    expected = tokenizer.apply_chat_template([{"role": "user", "content": "one"}], add_generation_prompt=True)
-    assert prompts[0].input_ids == list(getattr(expected, "input_ids", expected))
-    assert len(heldout.read_prompts([prompts_file], tokenizer, per_source=1)) == 3
-
-
-def test_no_held_out_prompt_and_no_file_are_said(prompts_file, tokenizer, tmp_path):
-    with pytest.raises(UserError, match="no such prompts file"):
-        heldout.read_prompts([tmp_path / "absent.jsonl"], tokenizer, 1)
-    prompts_file.write_text(json.dumps({"prompt": "x", "split": "train"}))
-    with pytest.raises(UserError, match="no held-out prompts"):
-        heldout.read_prompts([prompts_file], tokenizer, 1)
 
 
 def test_stop_ids_come_from_generation_config_config_and_tokenizer(tmp_path):
@@ -109,6 +71,16 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
         assert len(found) == len(item.fast.num_accepted)
         total += sum(found)
     assert total > 0
+
+
+def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, monkeypatch):
+    item = heldout.decode_prompts(model, draft, [Prompt("a", "chat", [3, 5, 1])], TreeShape(3), 24, stop_ids=())[0]
+    batch = heldout.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
+    whole = heldout.chain_depths(draft, batch, 3)
+    monkeypatch.setattr(heldout, "_SLOTS_AT_ONCE", 4)
+    assert heldout.chain_depths(draft, batch, 3) == whole and max(whole) > 0
+    assert heldout.chain_depths(draft, batch, 3, first_slot=2) == [0, 0, *whole[2:]]
+    assert heldout.replay(draft, batch, TreeShape(3)) == heldout._replay_tree(draft, batch, TreeShape(3), 3)
 
 
 @torch.no_grad()

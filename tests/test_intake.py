@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from eagle3_utils.corpus.reading.intake import last_turn_end
 from eagle3_utils.corpus.records import read_parquet
+from eagle3_utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,109 @@ def test_every_record_left_out_has_file_line_and_reason(tmp_path, tokenizer):
     assert evaluation and report.sources[0].taken == 3 and report.sources[0].read == 9
 
 
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Good morning to you all."}
+BAD = {
+    "messages": [
+        (b'{"messages": [', "not JSON"),
+        (b'{"messages": "\xff"}', "not UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
+        (b"[" * 100_000, "not JSON"),
+        (b'"text"', "not a JSON object"),
+        ({"prompt": "hi"}, "not in the format messages"),
+        ({"messages": []}, "no assistant turn"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an empty assistant turn"),
+        ({"messages": [USER | {"role": "narrator"}, ANSWER]}, "unknown role"),
+        ({"messages": [USER | {"role": None}, ANSWER]}, "unknown role"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}, ANSWER]}, "a part that is not text"),
+        ({"messages": [USER, ANSWER | {"reasoning_content": ["x"]}]}, "a message's reasoning or tool_calls"),
+        ({"messages": [USER, ANSWER | {"tool_calls": 3}]}, "a message's reasoning or tool_calls"),
+        ({"messages": [USER, ANSWER], "tools": {"name": "x"}}, "tools is not a list"),
+    ],
+    "tokenized": [
+        ({"input_ids": [1, 2, 3, 4, 10**12], "loss_mask": [1] * 5}, "token id outside the vocabulary"),
+        ({"input_ids": [1, 2, 3, 4, -1], "loss_mask": [1] * 5}, "token id outside the vocabulary"),
+        ({"input_ids": [1, 2, 3, 4, 5], "loss_mask": [1] * 4}, "loss_mask of another length"),
+        ({"input_ids": [1, 2, 3, 4, 5], "loss_mask": [2] * 5}, "loss_mask holds values other than 0 and 1"),
+        ({"input_ids": [1, 2, 3, 4.5], "loss_mask": [1] * 4}, "input_ids or loss_mask is not a list of integers"),
+        ({"input_ids": [], "loss_mask": []}, "no tokens"),
+        ({"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 0, 1, 1]}, "fewer than 4 supervised tokens"),
+    ],
+    "response": [
+        ({"messages": [USER], "text": 3, "finish_reason": "stop"}, "the response is not text"),
+        ({"messages": None, "text": "x", "finish_reason": "stop"}, "messages is not a list"),
+        ({"messages": [USER], "text": "Hi.", "prompt_ids": [1], "output_ids": "2"}, "prompt_ids or output_ids"),
+        ({"messages": [USER], "text": "Hi.", "prompt_ids": [1, 2], "output_ids": [3] * 4, "output_spans": [[1]]},
+         "output_spans do not lie in the prompt"),
+        ({"messages": [USER], "text": "Hi.", "prompt_ids": [1, 2], "output_ids": [3] * 4, "output_spans": [[1, 9]]},
+         "output_spans do not lie in the prompt"),
+    ],
+}  # fmt: skip
+GOOD = {
+    "messages": [{"messages": [USER | {"content": question(i)}, ANSWER | {"content": question(-i)}]} for i in (1, 2)],
+    "tokenized": [{"input_ids": [10 + i, 20, 30 + i, 40, 50], "loss_mask": [0, 1, 1, 1, 1]} for i in (1, 2)],
+    "response": [{"messages": [USER | {"content": question(i)}], "text": question(-i)} for i in (3, 4)],
+}
+
+
+@pytest.mark.parametrize("format", BAD)
+def test_every_kind_of_bad_record_is_counted_and_located(tmp_path, tokenizer, format):
+    raw = [row if isinstance(row, bytes) else json.dumps(row).encode() for row, _ in BAD[format]]
+    good = [json.dumps(row).encode() for row in GOOD[format]]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join([good[0], *raw, good[1]]) + b"\n")
+    entry = {"name": "x", "path": str(tmp_path / "x.jsonl"), "format": format}
+    report = build(tmp_path, tokenizer, [entry], max_rejected_fraction=1.0)
+    assert report.sources[0].taken == 2
+    found = {line["line"]: line["reason"] for line in rejected(tmp_path)}
+    assert sorted(found) == list(range(2, 2 + len(raw)))
+    for line, (_, reason) in enumerate(BAD[format], 2):
+        assert found[line].startswith(reason), (line, found[line])
+    assert report.sources[0].unusable.total() == len(raw)
+
+
+def test_responses_that_are_only_text_are_rebuilt_and_checked(tmp_path, tokenizer):
+    def response(seed: int, more_tokens: int = 0, **fields) -> dict:
+        text = pair(seed)["response"]
+        count = len(tokenizer.encode(text)) + 1 + more_tokens  # with the stop token
+        row = {"id": f"r{seed}", "messages": [{"role": "user", "content": question(seed)}], "text": text}
+        return row | {"finish_reason": "stop", "completion_tokens": count} | fields
+
+    rows = [response(i) for i in range(6)] + [response(6, more_tokens=9), response(7, -1, finish_reason="length")]
+    path = write(tmp_path / "x.jsonl", rows)
+    report = build(tmp_path, tokenizer, [{"name": "x", "path": path}], dedupe="exact")
+    assert report.sources[0].round_trip == {
+        "as far as can be known, same ids": 7,
+        "another number of tokens than the API counted": 1,
+    }
+    records = {r.id: r for s in ("train", "val") for r in read_parquet(tmp_path / "corpus" / f"{s}.parquet")}
+    ends = {name: tokenizer.decode(records[name].input_ids[-2:]) for name in ("r5", "r7")}
+    assert "<|im_end|>" in ends["r5"] and "<|im_end|>" not in ends["r7"]  # r7 was cut off: it never said the stop token
+    assert records["r7"].loss_mask[-1] == 1
+
+
+def test_last_turn_only_and_reasoning_with_generated_ids(tmp_path, tokenizer):
+    def response(seed: int, text: str) -> dict:
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ]
+        ids = {"prompt_ids": [seed, 11, 12, 13, 14], "output_ids": [15, 16, 17, 18], "output_spans": [[1, 3]]}
+        return {"id": f"r{seed}", "messages": messages, "text": text, "finish_reason": "stop"} | ids
+
+    rows = [
+        response(1, "plain words"),
+        response(2, "other words"),
+        response(3, "<think>\nhm\n</think>\n\nsome more words"),
+    ]
+    path = write(tmp_path / "x.jsonl", rows)
+    settings = {"dedupe": "none", "supervise": "last_turn", "reasoning": "unsupervised", "min_supervised_tokens": 2}
+    build(tmp_path, tokenizer, [{"name": "x", "path": path}], **settings)
+    records = {r.id: r for s in ("train", "val") for r in read_parquet(tmp_path / "corpus" / f"{s}.parquet")}
+    assert records["r1"].loss_mask == [0] * 5 + [1] * 4 and records["r1"].input_ids[0] == 1
+    supervised = [t for t, m in zip(records["r3"].input_ids, records["r3"].loss_mask, strict=True) if m]
+    assert tokenizer.decode(supervised) == "some more words<|im_end|>"  # rebuilt: its reasoning carries no loss
+
+
 def test_near_duplicates_are_dropped_and_kept_when_asked(tmp_path, tokenizer):
     rows = [pair(i) | {"response": " ".join(question(20 * i + j) for j in range(10))} for i in (1, 1, 2, 3)]
     rows[1]["prompt"] += " Thanks"
@@ -82,15 +186,15 @@ def test_generated_ids_are_kept_and_compared_with_rebuilt_ones(tmp_path, tokeniz
     assert report.sources[0].round_trip == {"same ids": 7, "same text, other token borders": 1}
 
 
-@pytest.mark.parametrize("template, disagreements", [("CHATML_MARKED", 0), ("WRONGLY_MARKED", 3)])
-def test_a_templates_own_markers_are_compared(tmp_path, tiny_llama, template, disagreements):
+def test_a_template_whose_own_markers_disagree_stops_the_run(tmp_path, tiny_llama):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    marked = chat_templates.CHATML_MARKED
-    wrong = marked.replace("m.role == 'assistant'", "m.role == 'user'")
-    tokenizer.chat_template = marked if template == "CHATML_MARKED" else wrong
     path = write(tmp_path / "x.jsonl", [pair(i) for i in range(3)])
-    report = build(tmp_path, tokenizer, [{"name": "x", "path": path}])
-    assert report.sources[0].marker_disagreements == disagreements
+    tokenizer.chat_template = chat_templates.CHATML_MARKED
+    assert build(tmp_path, tokenizer, [{"name": "x", "path": path}]).sources[0].taken == 3
+    tokenizer.chat_template = chat_templates.CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'user'")
+    with pytest.raises(UserError, match="nothing of its 3 records"):
+        build(tmp_path, tokenizer, [{"name": "x", "path": path}])
+    assert all("markers say otherwise" in line["reason"] for line in rejected(tmp_path))
 
 
 def test_truncation_hard_or_at_the_end_of_a_turn(tmp_path, tokenizer):

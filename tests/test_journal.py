@@ -1,5 +1,10 @@
 """The journal: append only, the last entry of a step counts, a torn line is passed over."""
 
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 from eagle3_utils.draft.training.journal import Journal, read_journal
 
 
@@ -31,3 +36,28 @@ def test_tensorboard_files_are_written(tmp_path):
 
 def test_no_journal_yet_reads_as_empty(tmp_path):
     assert read_journal(tmp_path, "train") == []
+
+
+def test_weights_and_biases_gets_the_curves_when_its_key_is_set(tmp_path, monkeypatch):
+    wandb, seen = ModuleType("wandb"), []
+    wandb.__spec__ = ModuleSpec("wandb", None)
+
+    class Run:
+        log = staticmethod(lambda curves, step: seen.append((step, curves)))
+        finish = staticmethod(lambda: seen.append("finished"))
+
+    wandb.init = lambda **options: seen.append(options) or Run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+    with Journal(tmp_path, "run") as journal:
+        journal.write("train", 3, loss=2.0, accuracy=[0.1, 0.2])
+    assert seen[0] == {"project": "eagle3", "name": "run", "id": "run", "resume": "allow"}
+    assert seen[1:] == [(3, {"train/loss": 2.0, "train/accuracy/0": 0.1, "train/accuracy/1": 0.2}), "finished"]
+
+
+def test_key_without_the_library_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING), Journal(tmp_path, "run"):
+        pass
+    assert "wandb is not installed" in caplog.text

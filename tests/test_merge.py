@@ -60,6 +60,11 @@ def test_weights_limits_and_repeated_ids(tmp_path, tokenizer):
     entries = [{"name": "half", "path": half, "weight": 0.5}, {"name": "few", "path": few, "max_samples": 6}]
     report = build(tmp_path, tokenizer, entries)
     assert {row["source"]: row["samples"] for row in report.corpus["statistics"]} == {"half": 10, "few": 6, "all": 16}
+    report = build(tmp_path, tokenizer, [entries[0] | {"weight": 3.0}, entries[1]], dedupe="exact")
+    assert report.corpus["counts"]["val"]["samples"] == 4 + 1
+    assert {row["source"]: row["samples"] for row in report.corpus["statistics"]} == {"half": 52, "few": 6, "all": 58}
+    train = read_parquet(tmp_path / "corpus" / "train.parquet")
+    assert len({record.id for record in train}) == len(train) == 16 * 3 + 5
 
 
 def test_too_many_broken_records_stop_the_run(tmp_path, tokenizer):
@@ -67,6 +72,16 @@ def test_too_many_broken_records_stop_the_run(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"2 of 10 records are unusable.*not JSON") as raised:
         build(tmp_path, tokenizer, [{"name": "bad", "path": path}])
     assert "bad" in str(raised.value) and not (tmp_path / "corpus" / "corpus.json").exists()
+
+
+def test_duplicates_and_frequent_tokens_stand_in_the_description(tmp_path, tokenizer):
+    rows = [pair(i) for i in range(12)] + [pair(1), pair(2)]
+    path = write(tmp_path / "x.jsonl", rows)
+    about = build(tmp_path, tokenizer, [{"name": "x", "path": path}]).corpus
+    assert about["duplicates"] == {"exact duplicate": 2, "near duplicate": 0, "evaluation prompt": 0}
+    stop = next(row for row in about["most_frequent_tokens"] if row["text"] == "<|im_end|>")
+    assert stop["count"] == 10 and 0 < stop["share"] < 0.1
+    assert about["draft_vocab_coverage_by_source"]["x"].keys() == about["draft_vocab_coverage"].keys()
 
 
 @pytest.mark.parametrize("mask", [0, 1])

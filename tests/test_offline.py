@@ -8,7 +8,8 @@ import torch
 from small_models import AUX_LAYERS, VOCAB, one_thread, small_draft, small_model
 
 from eagle3_utils.acceptance import offline
-from eagle3_utils.acceptance.heldout import Prompt, packed_sample
+from eagle3_utils.acceptance.heldout import packed_sample
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.draft.metrics import StepCounts, accept_length
 from eagle3_utils.draft.network import DraftCache

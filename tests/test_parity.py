@@ -1,12 +1,13 @@
 """Parity: equal figures pass; a fault planted in the served draft is named among all that are tried."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from small_models import AUX_LAYERS, one_thread, small_model, trained_draft
 
 from eagle3_utils.acceptance import heldout, parity
-from eagle3_utils.acceptance.heldout import Prompt
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
 
@@ -57,6 +58,39 @@ def test_the_same_draft_passes_and_the_text_says_so(draft, batches_of):
     assert "parity PASSED" in report.text()
 
 
+def test_the_sound_draft_is_not_blamed_on_a_fault_that_changes_little(draft, batches_of):
+    served = accepted(draft, batches_of)
+    report = parity.compare(served, served, 3)
+    report = parity.diagnose(report, draft, TARGET, batches_of, SHAPE, served)
+    assert report.passed and report.causes == [] and "explained by" not in report.text()
+
+
+def trial(fault, distance, mismatch):
+    return parity.Trial(fault, [], distance, mismatch)
+
+
+def test_a_fault_within_the_tolerance_is_found_by_which_prompts_accept_what():
+    """Sums agree (as they do for a weak draft and a wrong layer), prompts do not, and one fault explains them."""
+    report = parity.compare([[1, 0], [0, 1]], [[1, 1], [0, 0]], 1)
+    assert report.distance == 0 and report.mismatch == 0.5 and report.passed
+    trials = [trial("wrong layer", 0.001, 0.05), trial("rope", 0.002, 0.45), trial("far off", 0.4, 0.01)]
+    report = replace(report, trials=trials)
+    assert not report.passed and report.causes == ["wrong layer"]
+
+
+def test_a_fault_that_explains_hardly_more_than_nothing_is_no_cause():
+    report = parity.compare([[1, 0], [0, 1]], [[1, 0], [1, 0]], 1)
+    assert report.mismatch == 0.0
+    report = replace(report, mismatch=0.05, trials=[trial("rope", 0.001, 0.045)])
+    assert report.passed and report.causes == []
+
+
+def test_faults_that_look_alike_are_all_named():
+    report = parity.compare([[1, 1]], [[0, 0]], 1)
+    report = replace(report, trials=[trial("head", 0.0, 0.001), trial("d2t", 0.0, 0.003), trial("rope", 0.9, 0.9)])
+    assert report.causes == ["head", "d2t"] and not report.passed
+
+
 def test_nothing_compared_is_neither_passed_nor_failed():
     report = parity.ParityReport(left_out="no GPU")
     assert report.passed is None and report.text() == "parity: left out (no GPU)"
@@ -66,12 +100,13 @@ def test_nothing_compared_is_neither_passed_nor_failed():
     "planted", ["layer ids are 1 too high", "d2t holds absolute ids", "lm_head is missing", "the next step takes"]
 )
 def test_a_planted_fault_is_named_among_all_that_are_tried(draft, batches_of, planted):
-    name, broken = next(item for item in parity.faults(draft, TARGET).items() if item[0].startswith(planted))
-    report = parity.compare(accepted(draft, batches_of), accepted(broken, batches_of), 3, tolerance=0.02)
+    name, broken = next(item for item in parity.faults(draft, TARGET) if item[0].startswith(planted))
+    served = accepted(broken, batches_of)
+    report = parity.compare(accepted(draft, batches_of), served, 3, tolerance=0.02)
     assert not report.passed
-    report = parity.diagnose(report, draft, TARGET, batches_of, SHAPE)
+    report = parity.diagnose(report, draft, TARGET, batches_of, SHAPE, served)
     trial = next(trial for trial in report.trials if trial.fault == name)
-    assert trial.distance == 0.0 == min(trial.distance for trial in report.trials)
+    assert trial.mismatch == trial.distance == 0.0 == min(trial.distance for trial in report.trials)
     assert name in report.causes and len(report.causes) < len(report.trials)
     assert name in report.text().split("explained by: ")[1].splitlines()[0]
     assert "parity FAILED" in report.text()
@@ -80,13 +115,13 @@ def test_a_planted_fault_is_named_among_all_that_are_tried(draft, batches_of, pl
 def test_figures_that_no_fault_explains_are_not_blamed_on_one(draft, batches_of):
     served = [[2, 0, 2, 0, 3, 1] for _ in range(4)]
     report = parity.compare(accepted(draft, batches_of), served, 3)
-    report = parity.diagnose(report, draft, TARGET, batches_of, SHAPE)
+    report = parity.diagnose(report, draft, TARGET, batches_of, SHAPE, served)
     assert not report.passed and report.causes == []
     assert "none of the faults tried" in report.text()
 
 
 def test_faults_leave_the_trained_draft_as_it_was(draft):
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    parity.faults(draft, TARGET)
+    assert len({name for name, _ in parity.faults(draft, TARGET)}) >= 12
     assert all(tensor.equal(before[name]) for name, tensor in draft.state_dict().items())
     assert draft.config.aux_layers == AUX_LAYERS

@@ -62,6 +62,13 @@ def test_every_stage_is_done_with_its_notebook_and_html(run_folder):
         assert (run_folder / stage / "notebook.html").stat().st_size > 10_000
 
 
+def test_the_run_leaves_a_report_and_a_model_card(run_folder):
+    page = (run_folder / "report.html").read_text()
+    assert page.count("<h2>") == 7 and page.count("data:image/svg+xml") >= 5
+    card = (run_folder / "data" / "draft" / "export" / "README.md").read_text()
+    assert "accept length (decoded" in card and "--speculative-algorithm EAGLE3" in card
+
+
 def test_nothing_is_lost_between_corpus_and_store(run_folder):
     corpus, states = metrics(run_folder, "01"), metrics(run_folder, "03")
     assert states["num_samples"] == corpus["num_samples"] and states["num_tokens"] == corpus["num_tokens"]

@@ -68,6 +68,7 @@ def test_nothing_decoded_still_gives_figures():
         acceptance.accept_length_by_source({"decoded": {}, "simulated": {}}),
         acceptance.accepted_histogram([0, 0, 0, 0]),
         acceptance.accept_length_by_shape({}),
+        acceptance.served_speed([]),
     ):
         assert isinstance(figure, Figure) and figure._repr_png_().startswith(b"\x89PNG")
 

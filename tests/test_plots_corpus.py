@@ -17,6 +17,7 @@ def statistics() -> CorpusStatistics:
     statistics = CorpusStatistics(100)
     for number, source in enumerate(["chat", "code", "code"]):
         statistics.add(Record(str(number), source, list(range(10 + 10 * number)), [0, 1] * (5 + 5 * number)), "train")
+    statistics.add(Record("v", "code", list(range(21)), [0] * 11 + [1] * 10), "val")
     return statistics
 
 
@@ -30,13 +31,16 @@ def test_every_figure_names_the_sources_and_units(statistics):
     assert "chat" in histogram and "tokens per sample" in histogram and "max_seq_len 30" in histogram
     shares = texts(figures.supervised_share(statistics))
     assert "code" in shares and "0.50" in shares
-    assert "10: 83.33%" in texts(figures.vocabulary_coverage(statistics, (10, 20)))  # 5 ids × 3 + 5 × 2 of 30
+    assert "10: 50.00%" in texts(figures.vocabulary_coverage(statistics, (10, 20)))
+    missed = texts(figures.missed_by_source(statistics, (10, 20)))
+    assert "D 10" in missed and "D 20" in missed and "code" in missed and "50.0%" in missed  # 11, 13, … of 11 to 20
+    assert "15 of 100 tokens occur" in texts(figures.token_frequencies(statistics))
     assert "limit 16" in texts(figures.response_lengths({"chat": [1, 2], "code": [16]}, 16))
 
 
 def test_histogram_counts_every_sample_once(statistics):
     figure = figures.length_histogram(statistics, 30)
-    assert sum(patch.get_height() for patch in figure.axes[0].patches) == pytest.approx(3)
+    assert sum(patch.get_height() for patch in figure.axes[0].patches) == pytest.approx(4)
 
 
 def test_supervised_tokens_are_coloured_and_markup_is_escaped(tiny_llama):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +43,20 @@ def test_evaluation_prompts_share_no_eight_words_with_training_prompts(prompts, 
         if prompt["source"] == source:
             grams[prompt["split"]] |= ngram_hashes(words_of(text(prompt)), 8)
     assert not grams["train"] & grams["eval"]
+
+
+def test_further_prompts_are_new_different_and_apart_from_the_evaluation_prompts(prompts, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(resolve_path("data/prompts"))
+    make_prompts = importlib.import_module("make_prompts")
+    make_prompts.make_more(SimpleNamespace(out=tmp_path, count=400, seed=3, sources=["code"]))
+    made = read_prompts([tmp_path / "code.jsonl"])
+    known = {text(prompt) for prompt in prompts}
+    assert len({text(prompt) for prompt in made} - known) == len(made) == 400
+    evaluation = set()
+    for prompt in prompts:
+        if prompt["split"] == "eval":
+            evaluation |= ngram_hashes(words_of(text(prompt)), 8)
+    assert not any(ngram_hashes(words_of(text(prompt)), 8) & evaluation for prompt in made)
 
 
 def test_self_made_prompts_pass_the_recorded_filter(prompts):

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3_utils.draft.modules.rope import RotaryEmbedding, rotate
+from eagle3_utils.draft.modules.rope import RotaryEmbedding, rope_as_served, rotate
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,16 @@ def test_rope_equals_transformers(rope):
     expected_cos, expected_sin = theirs(torch.zeros(1), positions[None])
     torch.testing.assert_close(torch.cat([cos, cos], -1)[:, 0], expected_cos[0])
     torch.testing.assert_close(torch.cat([sin, sin], -1)[:, 0], expected_sin[0])
+
+
+def test_yarn_of_a_llama_like_draft_is_scaled_as_sglang_scales_it():
+    """SGLang's YaRNScalingRotaryEmbedding: 0.1 ln(factor) + 1, DeepSeek's mscale fields unread; MLA reads them."""
+    rope = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 64.0, "original_max_position_embeddings": 4096,
+            "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    llama, mla = (RotaryEmbedding(rope_as_served(rope, kind), 16, 262144) for kind in ("llama", "mla"))
+    assert llama.attention_scaling == pytest.approx(1.4158883083359672)
+    assert mla.attention_scaling == 1.0
+    assert torch.equal(llama.inverse_frequencies, mla.inverse_frequencies)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():

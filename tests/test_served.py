@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle3_utils.acceptance import served
-from eagle3_utils.acceptance.heldout import Prompt
+from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.served import NO_DRAFT, ServedRun
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.config import EvaluateConfig
@@ -43,6 +43,7 @@ def test_an_answer_with_a_draft_is_read_whole():
     assert (found.prompt_id, found.source, found.output_ids) == ("p1", "chat", [5, 6, 7, 8, 2])
     assert (found.completion_tokens, found.verifications, found.latency_seconds) == (5, 2, 0.25)
     assert found.num_accepted == [0, 3]
+    assert found.overshoot == 1 + (1 + 4) - 5  # the last verification gave one token too many
 
 
 def test_an_answer_without_a_draft_or_ended_by_prefill_has_no_verifications():
@@ -137,7 +138,7 @@ def test_serve_starts_one_server_without_and_one_per_shape_with_the_same_flags(m
     assert [(run.draft, run.concurrency) for run in runs] == [
         ("no draft", 1), ("no draft", 4), ("3 · 1 · 4", 1), ("3 · 1 · 4", 4), ("3 · 4 · 8", 1), ("3 · 4 · 8", 4),
     ]  # fmt: skip
-    common = ["--disable-radix-cache", "--cuda-graph-max-bs", "4", "--max-running-requests", "4"]
+    common = ["--disable-radix-cache", "--cuda-graph-max-bs-decode", "4", "--max-running-requests", "4"]
     assert started[0] == ("server-nodraft.log", common)
     name, flags = started[2]
     assert name == "server-3·4·8.log" and flags[:5] == common
@@ -151,12 +152,43 @@ def test_serve_starts_one_server_without_and_one_per_shape_with_the_same_flags(m
     }
 
 
+def test_servers_of_the_user_say_what_they_draft_and_are_left_running(monkeypatch, tmp_path):
+    alone, drafting = {"speculative_algorithm": None}, {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 5}
+    drafting |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}
+    drafting |= {"speculative_draft_model_path": "/elsewhere"}
+    closed, lines = [], []
+
+    class FakeAttached:
+        def __init__(self, url, dump_dir, target, capture):
+            self.client = SlowClient()
+            self.client.get_json = lambda path: {"a": alone, "b": drafting}[url]
+            self.client.close = lambda: closed.append(url)
+
+    monkeypatch.setattr(served, "AttachedServer", FakeAttached)
+    config = EvaluateConfig(server_urls=["a", "b"], served_concurrency=[2], device="cpu")
+    assert served.why_not_served(config) is None  # the GPU is there, not here
+    runs = served.serve(config, SimpleNamespace(), [PROMPT], tmp_path / "draft", tmp_path, lines.append)
+    assert [(run.draft, run.concurrency) for run in runs] == [("no draft", 2), ("5 · 1 · 6", 2)]
+    assert closed == ["a", "b"] and any("/elsewhere" in line for line in lines)
+    with pytest.raises(UserError, match="drafts with NGRAM"):
+        served.shape_served({"speculative_algorithm": "NGRAM"}, tmp_path)
+
+
+def test_a_server_alone_has_no_speed_up_and_cached_prompts_are_said(runs):
+    row = served.table(runs[1:])[0]
+    assert row["speed-up"] is None and row["changed outputs"] is None and row["accepted at 0"] == 2 / 6
+    body = answer_body([5])
+    body["meta_info"]["cached_tokens"] = 3
+    cached = served.parse_answer(PROMPT, body, 0.1)
+    assert served.table([ServedRun(NO_DRAFT, None, 1, 1.0, [cached])])[0]["cached prompt tokens"] == 3
+
+
 def test_flags_are_flags_of_the_installed_sglang():
     from sglang.srt.server_args import ServerArgs
 
     fields = ServerArgs.__dataclass_fields__
     flags = served.speculative_flags("folder", TreeShape(3))[::2]
-    for flag in [*flags, "--disable-radix-cache", "--max-running-requests"]:
+    for flag in [*flags, "--disable-radix-cache", "--max-running-requests", "--cuda-graph-max-bs-decode"]:
         assert flag.removeprefix("--").replace("-", "_") in fields, flag
 
 

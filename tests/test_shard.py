@@ -1,8 +1,14 @@
+from types import SimpleNamespace
+
 import h5py
 import pytest
 import torch
 import xxhash
-from fake_capture import fill, make_records, states_of
+from fake_capture import Record, fill, make_records, sample_of, states_of, store_meta
+
+from eagle3_utils.states.shards import shard as shard_module
+from eagle3_utils.states.shards.shard import Shard
+from eagle3_utils.states.store import StoreWriter
 
 
 @pytest.fixture
@@ -31,3 +37,31 @@ def test_checksum_is_xxh3_of_id_and_stored_bytes(tmp_path, records):
         parts = [file[name][a:b].tobytes() for name in ("input_ids", "loss_mask", "final_rows", "aux")]
         content = file["sample_id"][3] + b"".join(parts) + file["final"][c:d].tobytes()
         assert int(file["checksum"][3]) == xxhash.xxh3_64_intdigest(content)
+
+
+def test_a_reader_in_order_has_the_disk_read_ahead_and_a_random_one_only_what_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_module, "READ_AHEAD_ROW_BYTES", 32)
+    lengths = [6000] * 12  # 576 kB of aux a sample
+    records = [Record(f"r{number:02d}", "a", [number] * length, [0] + [1] * (length - 1))
+               for number, length in enumerate(lengths)]  # fmt: skip
+    with StoreWriter(tmp_path, store_meta()) as writer:
+        for record in records:
+            writer.add(sample_of(record))
+    shard = Shard(tmp_path / "shard-000000.h5")
+    asked, column = [], shard._columns["aux"]
+    shard._map = SimpleNamespace(madvise=lambda _kind, start, size: asked.append((start, size)))
+    shard._view = lambda *_: None
+    for row in (7, 3, 9):
+        shard.arrays(row)
+        start, size = asked[-2]  # aux, then final
+        assert start <= column.position + int(shard.offsets[row]) * column.row_bytes
+        assert 6000 * column.row_bytes <= size < 6000 * column.row_bytes + 4096
+    asked.clear()
+    for row in range(10, 12):
+        shard.arrays(row)
+    assert max(start + size for start, size in asked[:1]) == column.position + 72_000 * column.row_bytes
+    asked.clear()
+    shard.arrays(0)
+    shard.arrays(1)
+    shard.arrays(2)
+    assert len(asked) == 4  # 0: aux and final; 1: the rest of the shard; 2: nothing more to ask for

@@ -47,6 +47,12 @@ def test_a_hugging_face_dataset_folder_is_read(tmp_path):
         list(read_source(parse_sources([{"name": "x", "hf": str(tmp_path / "splits"), "split": "no"}], tmp_path)[0]))
 
 
+def test_a_dataset_that_breaks_off_is_a_problem_not_a_crash(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(LINES + b'{"id": "c", "text": \n')
+    spec = parse_sources([{"name": "x", "hf": str(tmp_path)}], tmp_path)[0]
+    assert "cannot be read on" in [raw.problem or "" for raw in read_source(spec)][-1]
+
+
 def test_broken_lines_are_located_and_the_rest_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 64)
     path = tmp_path / "r.jsonl"
@@ -100,7 +106,7 @@ def test_patterns_folders_and_the_data_placeholder(tmp_path):
         ({"name": "x"}, "give either path or hf"),
         ({"name": "x", "path": "a", "hf": "b"}, "give either path or hf"),
         ({"name": "x", "path": "a", "wieght": 0.5}, r"sources\[0\]\.wieght"),
-        ({"name": "x", "path": "a", "weight": 2.0}, r"sources\[0\]\.weight"),
+        ({"name": "x", "path": "a", "weight": 0.0}, r"sources\[0\]\.weight"),
         ({"name": "x", "path": "a", "format": "xml"}, r"sources\[0\]\.format"),
     ],
 )

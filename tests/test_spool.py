@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,21 @@ def test_the_same_share_of_every_source_validates(tmp_path, fraction, num_val):
         assert len(val) == num_val and sources.count("x") == sources.count("y")
         assert sorted([*train, *val]) == list(range(200))
         assert names(spool, np.sort(val)) != names(spool, val) or num_val == 2
+
+
+def test_weights_above_one_repeat_records_of_training_only(tmp_path):
+    with filled(tmp_path / "a") as spool:
+        train, val = spool.split(spool.choose([(2.3, None), (0.5, None)]), 0.2)
+        repeated = spool.repeat(train, [2.3, 0.5])
+        records = list(spool.records(repeated))
+        count = Counter(record.id.split("~")[0] for record in records if record.source == "x")
+        assert Counter(count.values()) == {2: 56, 3: 24}  # 80 records, 1.3 × 80 = 104 further copies
+        assert sum(record.source == "y" for record in records) == 40
+        assert len({record.id for record in records}) == len(records) == 184 + 40
+        assert not {record.id.split("~")[0] for record in records} & set(names(spool, val))
+        assert all("~" not in record.id for record in spool.records(spool.repeat(train, [1.0, 0.5])))
+        firsts = {number: place for place, number in reversed(list(enumerate(repeated.tolist())))}
+        assert [records[place].id for number, place in firsts.items()] == names(spool, np.asarray(list(firsts)))
 
 
 def test_a_source_of_one_record_trains(tmp_path):

@@ -14,9 +14,32 @@ def of(*records: Record) -> CorpusStatistics:
 
 
 def test_coverage_of_draft_vocabularies():
-    statistics = of(Record("a", "s", [0, 1, 1, 1, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1]))
-    assert statistics.token_counts.tolist() == [0, 3, 2, 1, 0, 0]
-    assert statistics.coverage((1, 2, 3, 6)) == {"1": 0.5, "2": round(5 / 6, 6), "3": 1.0}
+    held_out = Record("v", "s", [0, 1, 5, 4], [0, 1, 1, 1])
+    statistics = of(held_out, Record("a", "s", [5, 5, 1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 1, 1, 1]))
+    assert statistics.token_counts().tolist() == [0, 3, 2, 1, 0, 0]
+    assert statistics.ranked_tokens().tolist() == [1, 2, 3, 5, 0, 4]  # 5 stands in a prompt
+    assert statistics.coverage("train", (1, 2, 3, 6)) == {"1": 0.5, "2": round(5 / 6, 6), "3": 1.0}
+    assert statistics.coverage("val", (3, 4)) == {"3": round(1 / 3, 6), "4": round(2 / 3, 6)}
+
+
+def test_coverage_by_source_is_of_the_vocabulary_of_all():
+    statistics = CorpusStatistics(6)
+    for record in (Record("a", "x", [1, 1, 1, 2], [1] * 4), Record("b", "y", [3, 3, 2, 1], [1, 1, 1, 0])):
+        statistics.add(record, "train")
+    assert statistics.token_counts().tolist() == [0, 3, 2, 2, 0, 0]
+    assert statistics.coverage_by_source("train", (1, 2, 9)) == {
+        "x": {"1": 0.75, "2": 1.0},
+        "y": {"1": 0.0, "2": round(1 / 3, 6)},
+    }
+
+
+def test_sources_beyond_the_largest_share_a_row():
+    statistics = of(*(Record(str(i), f"s{i:03d}", [1] * (200 - i), [1] * (200 - i)) for i in range(100)))
+    rows = statistics.table(top=3)
+    assert [row["source"] for row in rows] == ["s000", "s001", "s002", "97 other sources", "all"]
+    assert sum(row["tokens"] for row in rows[:-1]) == rows[-1]["tokens"]
+    assert statistics.token_counts().tolist()[1] + statistics.token_counts("val").tolist()[1] == rows[-1]["tokens"]
+    assert len(statistics.coverage_by_source("train")) == 65
 
 
 def test_rows_and_splits():
@@ -24,6 +47,7 @@ def test_rows_and_splits():
     statistics = of(*records)
     x, y, everything = statistics.table()
     assert (x["source"], x["samples"], x["tokens"], x["supervised_share"]) == ("x", 3, 9, 0.3333)
+    assert (x["token_share"], y["token_share"], everything["token_share"]) == (0.6429, 0.3571, 1.0)
     assert (y["samples"], y["length_p50"], y["length_max"]) == (1, 5, 5)
     assert (everything["source"], everything["tokens"], everything["length_p50"]) == ("all", 14, 3)
     assert statistics.split_counts() == {

@@ -1,4 +1,5 @@
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import torch
 from fake_capture import SMALL_SHARD, fill, make_records, sample_of, store_meta
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.states import store as store_module
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards import shard as shard_module
 from eagle3_utils.states.shards.ledger import Ledger
@@ -114,6 +116,40 @@ def test_disk_full_stops_with_whole_shards_only(tmp_path, records, monkeypatch):
     monkeypatch.undo()
     assert not list(tmp_path.glob("*.tmp")) and len(StoreReader(tmp_path)) == 20
     fill(tmp_path, records[20:])
+    assert len(StoreReader(tmp_path)) == 60 and verify_store(tmp_path, deep=True).ok
+
+
+def test_two_shards_are_written_at_a_time(tmp_path, records, monkeypatch):
+    together, write = threading.Barrier(2, timeout=20), store_module.write_shard
+
+    def write_when_both_are_there(path, *rest):
+        if path.name in ("shard-000000.h5", "shard-000001.h5"):
+            together.wait()
+        return write(path, *rest)
+
+    monkeypatch.setattr(store_module, "write_shard", write_when_both_are_there)
+    fill(tmp_path, records)
+    assert len(StoreReader(tmp_path)) == 60 and verify_store(tmp_path, deep=True).ok
+
+
+def test_a_shard_that_fails_beside_another_loses_only_its_own_samples(tmp_path, records, monkeypatch):
+    write = store_module.write_shard
+
+    def fail_once(path, *rest):
+        if path.name == "shard-000001.h5":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *rest)
+
+    monkeypatch.setattr(store_module, "write_shard", fail_once)
+    with pytest.raises(UserError, match="disk full"):
+        fill(tmp_path, records)
+    monkeypatch.undo()
+    stored = StoreReader(tmp_path).ids
+    with StoreWriter(tmp_path, store_meta(), SMALL_SHARD) as writer:
+        missing = writer.register(records)
+        assert {record.id for record in missing} == {record.id for record in records} - set(stored) != set()
+        for record in missing:
+            writer.add(sample_of(record))
     assert len(StoreReader(tmp_path)) == 60 and verify_store(tmp_path, deep=True).ok
 
 

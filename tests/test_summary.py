@@ -48,6 +48,13 @@ def test_a_failed_probe_and_a_differing_output_stand_out(run_folder):
     )
     rows = dict(summary.result_rows(run_folder))
     assert "FAILED" in rows["probe"] and rows["output equals plain greedy decoding"] == "NO"
+    evaluation = {"accept_length": 1.0, "accept_length_by_source": {}, "identical": None, "parity": {"passed": False}}
+    served = {"draft": "3 · 1 · 4", "concurrency": 8, "counted": 1.44, "speed-up": 1.25}
+    write_json(run_folder / "05_evaluate_acceptance" / "metrics.json", evaluation | {"served": [served]})
+    rows = dict(summary.result_rows(run_folder))
+    assert rows["output equals plain greedy decoding"].startswith("not checked")
+    assert rows["  served, 3 · 1 · 4, 8 in flight"] == "accept length 1.44, 1.25× the speed"
+    assert rows["served acceptance is the offline one"] == "NO"
 
 
 def test_status_tells_running_from_stopped_by_the_process(tmp_path):

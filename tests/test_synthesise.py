@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 
 import pytest
 from transformers import AutoTokenizer
@@ -62,7 +63,7 @@ def test_prompts_are_drawn_until_enough_are_kept(tokenizer):
     pool = Pool(
         good[0], "Hi", good[1], good[0], RequestFailed("x"), good[2], Reply("What is the", None, "length"), good[3]
     )
-    result = asyncio.run(synthesise_prompts(pool, tokenizer, 4, seed=5, num_concurrent=8))
+    result = asyncio.run(synthesise_prompts(pool, tokenizer, 4, seed=5, num_concurrent=4))
     assert result.prompts == good
     assert result.rejected == {"too short": 1, "duplicate": 1, "failed": 1, "unfinished": 1}
     assert tokenizer.decode(pool.asked[0].prompt_ids) == opening_of_user_turn(tokenizer)
@@ -70,6 +71,26 @@ def test_prompts_are_drawn_until_enough_are_kept(tokenizer):
     assert pool.asked[0].sampling.temperature == 1.0
     report = result.report(PromptFilter())
     assert (report["drawn"], report["kept"], report["filter"]["min_words"]) == (8, 4, 4)
+
+
+def test_what_is_kept_does_not_depend_on_who_answers_first(tokenizer):
+    class Uneven:
+        in_flight = most_in_flight = 0
+
+        async def ask(self, request):
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            await asyncio.sleep(random.Random(request.seed).random() / 100)
+            self.in_flight -= 1
+            return Reply(
+                f"What would you do with {request.seed} old and {request.seed // 2} new bicycles?", None, "stop"
+            )
+
+    pool = Uneven()
+    wanted = synthesise_prompts(pool, tokenizer, 6, num_concurrent=3, usable=lambda text: " 4 old" not in text)
+    result = asyncio.run(wanted)
+    assert [int(text.split()[5]) for text in result.prompts] == [0, 1, 2, 3, 5, 6]
+    assert result.rejected == {"not usable": 1} and pool.most_in_flight == 3
 
 
 def test_a_model_that_makes_no_prompts_is_given_up(tokenizer):

@@ -18,7 +18,8 @@ def test_distribution_coverage_and_mass_are_those_of_the_whole_vocabulary():
     generator = torch.Generator().manual_seed(0)
     head, final = torch.randn(7, 5, generator=generator), torch.randn(40, 5, generator=generator)
     target = SimpleNamespace(logit_scale=0.5, logit_softcap=2.0)
-    output = Teacher(head, IDS, target)(final, want_mass=True)
+    teacher = Teacher(head, IDS, target)
+    output = teacher(final, teacher.outside(final, want_mass=True))
     logits = whole_logits(final, head, 0.5, 2.0)
     torch.testing.assert_close(output.probabilities, logits[:, IDS].softmax(-1))
     best = logits.argmax(-1)
@@ -33,12 +34,13 @@ def test_known_coverage_is_taken_as_it_is_and_spares_the_rest_of_the_head():
     teacher = Teacher(head, IDS, SimpleNamespace(logit_scale=1.0, logit_softcap=None))
     teacher.outside_head = torch.full_like(teacher.outside_head, float("nan"))
     known = torch.tensor([True, False, True, True])
-    output = teacher(final, covered=known)
+    output = teacher(final, teacher.outside(final, known))
     assert torch.equal(output.covered, known) and output.mass is None
 
 
 def test_full_vocabulary_covers_everything():
     head, final = torch.randn(7, 5), torch.randn(4, 5)
     plain = SimpleNamespace(logit_scale=1.0, logit_softcap=None)
-    output = Teacher(head, torch.arange(7), plain)(final, want_mass=True)
-    assert output.covered.all() and torch.equal(output.mass, torch.ones(4))
+    teacher = Teacher(head, torch.arange(7), plain)
+    output = teacher(final, teacher.outside(final, want_mass=True))
+    assert output.covered.all() and output.mass is None  # all of the mass

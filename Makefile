@@ -21,7 +21,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 lab: setup
-	$(BIN)/jupyter lab
+	$(BIN)/jupyter lab $(LAB_FLAGS)
 
 lint: setup
 	$(BIN)/ruff check .

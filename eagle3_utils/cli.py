@@ -106,19 +106,21 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def verify(
-    store: Path,
+    store: Annotated[Path, typer.Argument(help="A store, or a run folder for all of its stores.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every sample: checksums, finite values.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Put bad samples back to pending.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check a store of hidden states; exit 1 and the names of the bad samples when anything is wrong."""
-    from eagle3_utils.states.shards.verify import verify_store
+    from eagle3_utils.states.shards.verify import stores_under, verify_store
 
-    if not store.is_dir():
-        raise UserError("no such store", str(store), exit_code=2)
-    report = verify_store(store, deep=deep, repair=repair)
-    print(json.dumps(report.to_json(), indent=2) if as_json else report.text())
-    if not report.ok:
+    reports = {str(folder): verify_store(folder, deep=deep, repair=repair) for folder in stores_under(store)}
+    found = {folder: report.to_json() for folder, report in reports.items()}
+    if as_json:
+        print(json.dumps(found if len(found) > 1 else found.popitem()[1], indent=2))
+    else:
+        print("\n".join(report.text() for report in reports.values()))
+    if not all(report.ok for report in reports.values()):
         raise typer.Exit(1)
 
 
@@ -171,7 +173,7 @@ def clean(
     states: Annotated[bool, typer.Option("--states", help="Only the hidden states.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Free the disk a run holds; says what and how much first."""
+    """Free the disk of a run: its data and its folder, or the hidden states alone; says what and how much, and asks."""
     from eagle3_utils import runner
 
     for folder, num_bytes in runner.clean_targets(_run_folder(run_folder), states_only=states):

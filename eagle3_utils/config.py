@@ -7,6 +7,7 @@ the same names as variables of its `parameters` cell: `config = MergeConfig.from
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -239,7 +240,9 @@ def read_parameters(path: Path, overrides: list[str] = ()) -> dict[str, dict[str
     known = {name for model in STAGES.values() for name in model.model_fields}
     for key in parameters["shared"]:
         if key not in known:
-            raise UserError(f"shared.{key}: no stage has this key", str(path), exit_code=2)
+            near = difflib.get_close_matches(key, known, 1)
+            fix = f"did you mean {near[0]!r}?" if near else None
+            raise UserError(f"shared.{key}: no stage has this key", str(path), fix, exit_code=2)
     return parameters
 
 
@@ -261,7 +264,9 @@ def _first_problem(model: type[StageConfig], error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {model.stage} has {', '.join(model.model_fields)}"
+        near = difflib.get_close_matches(key, model.model_fields, 1)
+        known = f"did you mean {near[0]!r}?" if near else f"{model.stage} has {', '.join(model.model_fields)}"
+        return f"unknown key {key!r}; {known}"
     hint = ""
     if problem["type"] == "float_type" and isinstance(problem["input"], str):
         hint = " (YAML reads 1e-4 as text: write 1.0e-4)"

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from eagle3_utils import runs
 from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_named, stage_parameters
+from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.errors import UserError
 from eagle3_utils.lineage import UPSTREAM, stage_inputs
 
@@ -64,6 +66,7 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
     configs = {stage: STAGES[stage].parse(flat[stage], str(parameters_path)) for stage in STAGES}
     for stage in stages:
         check_notebook(stage, flat[stage])
+    parse_sources(configs["01_merge_data"].sources, Path())
     run_folder = runs.resolve_path(configs[stages[0]].run_dir)
     with _sole_runner(run_folder), _Interrupts() as interrupts:
         made: set[str] = set()
@@ -123,7 +126,10 @@ def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _
     (folder / "parameters.yaml").write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     print(f"{stage}: running, log in {folder / 'run.log'}", flush=True)
     output = folder / "notebook.ipynb"
-    kernel = KernelManager(kernel_name="python3", transport="ipc", shutdown_wait_time=_KERNEL_STOP_SECONDS)
+    sockets = tempfile.TemporaryDirectory(prefix="eagle3-")  # of a kernel that is killed, too
+    kernel = KernelManager(
+        kernel_name="python3", transport="ipc", ip=f"{sockets.name}/kernel", shutdown_wait_time=_KERNEL_STOP_SECONDS
+    )
     kernel.kernel_spec.argv[0] = sys.executable  # this environment, whatever a kernelspec elsewhere says
     interrupts.kernel = kernel
     os.environ.update(_QUIET)  # kernels inherit it
@@ -141,6 +147,7 @@ def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _
         interrupts.kernel = None
         if kernel.has_kernel:
             kernel.shutdown_kernel()
+        sockets.cleanup()
         _write_html(output)
     if not (folder / "DONE.json").is_file():
         raise UserError(f"the notebook ended without finishing its stage: no {folder / 'DONE.json'}")
@@ -160,7 +167,7 @@ def _write_html(notebook: Path) -> None:
     try:
         body, _ = HTMLExporter().from_notebook_node(nbformat.read(notebook, as_version=4))
     except (ValueError, OSError) as error:  # nbconvert without its templates
-        print(f"no HTML beside {notebook}: {error}", file=sys.stderr)
+        print(f"no HTML beside {notebook}: {str(error).splitlines()[0]}", file=sys.stderr)
         return
     notebook.with_suffix(".html").write_text(body)
 

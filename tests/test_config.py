@@ -12,7 +12,7 @@ PARAMETER_FILES = sorted((repo_root() / "parameters").glob("*.yaml"))
 
 
 def test_unknown_key_is_an_error_that_names_it():
-    with pytest.raises(UserError, match="unknown key 'learning_rat'") as caught:
+    with pytest.raises(UserError, match="unknown key 'learning_rat'; did you mean 'learning_rate'") as caught:
         TrainConfig.parse({"learning_rat": 1.0e-4})
     assert caught.value.exit_code == 2
 

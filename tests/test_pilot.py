@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_utils.serving.probing.pilot import _window_rates, run_pilot
+from eagle3_utils.serving.probing.pilot import _running_rates, run_pilot
 
 
-def test_windows_are_consecutive_quarters():
+def test_the_range_is_of_the_running_rate_after_a_quarter_of_the_samples():
     arrivals = [(1.0, 10), (2.0, 10), (2.5, 10), (3.0, 10), (7.0, 10), (7.5, 10), (8.0, 10), (8.5, 10)]
-    assert _window_rates(arrivals) == pytest.approx([20 / 2, 20 / 1, 20 / 4.5, 20 / 1])
+    assert _running_rates(arrivals) == pytest.approx([30 / 2.5, 40 / 3, 50 / 7, 60 / 7.5, 70 / 8, 80 / 8.5])
+
+
+def test_answers_that_arrive_together_do_not_look_infinitely_fast():
+    together = [(2.0, 10), (2.0, 10), (2.0, 10), (2.000001, 10)]
+    assert max(_running_rates(together)) <= 20.0
 
 
 class StandIn:

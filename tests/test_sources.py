@@ -119,3 +119,8 @@ def test_wrong_source_entries_name_the_key(entry, key, tmp_path):
 def test_source_names_are_unique(tmp_path):
     with pytest.raises(UserError, match="different names"):
         parse_sources([{"name": "x", "path": "a"}, {"name": "x", "path": "b"}], tmp_path)
+
+
+def test_a_misspelt_key_of_a_source_is_named_with_those_there_are(tmp_path):
+    with pytest.raises(UserError, match=r"sources\[0\]\.pth: unknown key; a source has name, path, hf"):
+        parse_sources([{"name": "x", "pth": "notes.jsonl"}], tmp_path)

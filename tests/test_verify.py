@@ -4,8 +4,9 @@ import h5py
 import pytest
 from fake_capture import SMALL_SHARD, fill, make_records, sample_of, store_meta
 
+from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
-from eagle3_utils.states.shards.verify import verify_store
+from eagle3_utils.states.shards.verify import stores_under, verify_store
 from eagle3_utils.states.store import StoreWriter
 
 
@@ -64,3 +65,15 @@ def test_a_lost_shard_is_found_and_only_its_samples_come_again(tmp_path, records
         for record in missing:
             writer.add(sample_of(record))
     assert StoreReader(tmp_path).content_hash() == before and verify_store(tmp_path, deep=True).ok
+
+
+def test_all_stores_of_a_run_are_found_from_any_folder_above_them(tmp_path, records):
+    stores = [tmp_path / "data" / "hidden_states" / name for name in ("train", "val")]
+    for folder in stores:
+        fill(folder, records[:5])
+    for above in (tmp_path, tmp_path / "data", tmp_path / "data" / "hidden_states"):
+        assert stores_under(above) == stores
+    assert stores_under(stores[1]) == stores[1:]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="not a hidden-state store"):
+        stores_under(tmp_path / "empty")

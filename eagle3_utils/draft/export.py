@@ -95,7 +95,7 @@ def read_draft_config(folder: Path) -> dict[str, Any]:
     """A draft folder's config.json. Raises `UserError` when it is missing or no EAGLE-3 draft's."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise UserError("no config.json: not a draft folder", str(folder))
+        raise UserError("no config.json: not a draft folder", str(folder), "a run's draft is data/draft/export in it")
     values = json.loads(path.read_text())
     if (values.get("architectures") or ["?"])[0] not in ARCHITECTURES.values():
         known = " or ".join(ARCHITECTURES.values())

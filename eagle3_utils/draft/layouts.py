@@ -54,7 +54,7 @@ def read_draft_files(folder: Path) -> DraftFiles:
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError("no config.json: not a draft folder", str(folder))
+        raise UserError("no config.json: not a draft folder", str(folder), "a run's draft is data/draft/export in it")
     values, tensors = json.loads(path.read_text()), _load_tensors(folder)
     names = {_sglang_name(name) for name in tensors}
     if "transformer_layer_config" in values or "speculators_model_type" in values:

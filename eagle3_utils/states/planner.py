@@ -78,7 +78,8 @@ class Plan:
             f"corpus    {self.num_samples:,} samples, {self.num_tokens:,} tokens",
             f"store     {format_bytes(self.store_bytes)} in {self.num_shards:,} shards "
             f"(codec {self.codec}, final {self.final}; bytes per token: {per_token})",
-            f"disk      {format_bytes(self.disk_needed_bytes)} needed, {format_bytes(self.disk_free_bytes)} free"
+            f"disk      {format_bytes(self.disk_needed_bytes)} needed (staging and what must stay free included), "
+            f"{format_bytes(self.disk_free_bytes)} free"
             + (f", {format_bytes(self.stored_bytes)} stored already" if self.stored_bytes else ""),
             f"staging   {format_bytes(self.staging_needed_bytes)} needed for the longest sample, "
             f"{format_bytes(self.staging_available_bytes)} available",
@@ -205,7 +206,7 @@ def _corpus_numbers(config: ExtractConfig, data: Path) -> CorpusNumbers:
         raise UserError(
             f"no corpus yet and planned.{missing[0]} is not set",
             str(data / "corpus"),
-            "run stage 01 first",
+            "run stage 01 first, or set 03_extract_hidden_states.planned",
             exit_code=2,
         )
     samples, tokens, share, longest = (config.planned[name] for name in names)

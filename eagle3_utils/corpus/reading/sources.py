@@ -73,7 +73,10 @@ def parse_sources(sources: list[dict[str, Any]], data_folder: Path) -> list[Sour
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join([f"sources[{number}]", *map(str, problem["loc"])])
-            raise UserError(problem["msg"].lower(), key, exit_code=2) from None
+            words = problem["msg"].lower()
+            if problem["type"] == "extra_forbidden":
+                words = f"unknown key; a source has {', '.join(SourceSpec.model_fields)}"
+            raise UserError(words, key, exit_code=2) from None
         if spec.path is not None:
             spec = spec.model_copy(update={"path": spec.path.replace("{data}", str(data_folder))})
         specs.append(spec)

@@ -7,11 +7,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from eagle3_utils.serving.client import Client
 
-_NUM_WINDOWS = 4
-
 
 def run_pilot(client: Client, sequences: list[list[int]], num_concurrent: int) -> dict[str, float]:
-    """Prefill and capture every sequence; rates over the whole run, and the lowest and highest of four windows.
+    """Prefill and capture every sequence; the rate over the whole run, and the range it went through.
 
     Returns
     -------
@@ -33,11 +31,11 @@ def run_pilot(client: Client, sequences: list[list[int]], num_concurrent: int) -
             arrivals.append((time.monotonic() - started, futures[future]))
     seconds = max(arrivals[-1][0], 1e-9)
     num_tokens = sum(tokens for _, tokens in arrivals)
-    windows = _window_rates(arrivals)
+    rates = _running_rates(arrivals)
     return {
         "tokens_per_second": num_tokens / seconds,
-        "tokens_per_second_low": min(windows),
-        "tokens_per_second_high": max(windows),
+        "tokens_per_second_low": min(rates),
+        "tokens_per_second_high": max(rates),
         "bytes_per_second": total_bytes / seconds,
         "bytes_per_token": total_bytes / num_tokens,
         "num_samples": len(sequences),
@@ -54,13 +52,14 @@ def _one(client: Client, rid: str, input_ids: list[int]) -> int:
     return size
 
 
-def _window_rates(arrivals: list[tuple[float, int]]) -> list[float]:
-    """Tokens per second of consecutive groups of arrivals, about `_NUM_WINDOWS` of them."""
-    size = max(1, len(arrivals) // _NUM_WINDOWS)
-    rates, previous = [], 0.0
-    for start in range(0, len(arrivals) - size + 1, size):
-        group = arrivals[start : start + size]
-        elapsed = max(group[-1][0] - previous, 1e-9)
-        rates.append(sum(tokens for _, tokens in group) / elapsed)
-        previous = group[-1][0]
+def _running_rates(arrivals: list[tuple[float, int]]) -> list[float]:
+    """Tokens per second from the start up to each arrival, once a quarter of the samples is there.
+
+    Answers of one batch arrive together, so rates between arrivals would be near nothing or near infinity.
+    """
+    first, total, rates = len(arrivals) // 4, 0, []
+    for number, (elapsed, tokens) in enumerate(arrivals):
+        total += tokens
+        if number >= first:
+            rates.append(total / max(elapsed, 1e-9))
     return rates

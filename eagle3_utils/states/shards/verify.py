@@ -51,13 +51,23 @@ class VerifyReport:
     def text(self) -> str:
         """The summary, then every problem and every bad sample by name."""
         lines = [
-            f"{self.num_samples:,} samples, {self.num_tokens:,} tokens in {self.num_shards} shards; "
+            f"{self.folder}: {self.num_samples:,} samples, {self.num_tokens:,} tokens in {self.num_shards} shards; "
             f"{self.num_pending} pending, {self.num_failed} failed: {'whole' if self.ok else 'DAMAGED'}"
         ]
         lines += self.problems + [f"{sample_id}: {reason}" for sample_id, reason in sorted(self.bad.items())]
         if self.repaired and not self.ok:
             lines.append("put back to pending: the next run of stage 03 extracts them again")
         return "\n".join(lines)
+
+
+def stores_under(folder: Path) -> list[Path]:
+    """The store in a folder, or all stores of a run's or a data folder. Raises `UserError` when there is none."""
+    if not folder.is_dir():
+        raise UserError("no such store", str(folder), exit_code=2)
+    for pattern in ("store.json", "*/store.json", "hidden_states/*/store.json", "data/hidden_states/*/store.json"):
+        if found := sorted(path.parent for path in folder.glob(pattern)):
+            return found
+    raise UserError("not a hidden-state store, and no run with one: no store.json", str(folder), exit_code=2)
 
 
 def verify_store(folder: Path, deep: bool = False, repair: bool = False) -> VerifyReport:

@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
 
 bench: setup
-	for script in benchmarks/*.py; do $(BIN)/python $$script; done
+	for script in $(filter-out %/side_by_side.py, $(wildcard benchmarks/*.py)); do $(BIN)/python $$script; done
 
 # After a change of dependencies in pyproject.toml: pin every version anew.
 lock: setup

@@ -8,6 +8,7 @@ the same names as variables of its `parameters` cell: `config = MergeConfig.from
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -240,9 +241,7 @@ def read_parameters(path: Path, overrides: list[str] = ()) -> dict[str, dict[str
     known = {name for model in STAGES.values() for name in model.model_fields}
     for key in parameters["shared"]:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            fix = f"did you mean {near[0]!r}?" if near else None
-            raise UserError(f"shared.{key}: no stage has this key", str(path), fix, exit_code=2)
+            raise UserError(f"shared.{key}: no stage has this key", str(path), _near(key, known), exit_code=2)
     return parameters
 
 
@@ -260,12 +259,17 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     return ("shared" if section == "shared" else stage_named(section)), key, yaml.safe_load(value)
 
 
+def _near(key: str, known: Iterable[str]) -> str | None:
+    """A question that names the known key most like this one; None when none is."""
+    near = difflib.get_close_matches(key, list(known), 1)
+    return f"did you mean {near[0]!r}?" if near else None
+
+
 def _first_problem(model: type[StageConfig], error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, model.model_fields, 1)
-        known = f"did you mean {near[0]!r}?" if near else f"{model.stage} has {', '.join(model.model_fields)}"
+        known = _near(key, model.model_fields) or f"{model.stage} has {', '.join(model.model_fields)}"
         return f"unknown key {key!r}; {known}"
     hint = ""
     if problem["type"] == "float_type" and isinstance(problem["input"], str):

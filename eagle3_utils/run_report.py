@@ -9,7 +9,6 @@ The page stands alone: figures are SVG inside it, links go to the notebooks besi
 from __future__ import annotations
 
 import html
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -47,7 +46,7 @@ $body
 
 def write_report(run_folder: Path) -> Path:
     """Write the page of a run folder and return its path. Stages that are not done have no section."""
-    metrics = {stage: _read(run_folder / stage / "metrics.json") for stage in STAGES}
+    metrics = {stage: runs.read_json(run_folder / stage / "metrics.json") for stage in STAGES}
     done = {stage: runs.read_done(run_folder, stage) for stage in STAGES}
     body = [_heading(done), table({"": label, "result": value} for label, value in summary.result_rows(run_folder))]
     body.append(section("Lineage", _lineage(run_folder, done)))
@@ -55,9 +54,8 @@ def write_report(run_folder: Path) -> Path:
         if metrics[stage]:
             body.append(section(title, *draw(metrics[stage], run_folder, done[stage])))
     path = run_folder / REPORT_NAME
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(_PAGE.substitute(title=f"EAGLE-3 draft: {html.escape(run_folder.name)}", body="\n".join(body)))
-    temporary.replace(path)
+    title = f"EAGLE-3 draft: {html.escape(run_folder.name)}"
+    runs.write_text(path, _PAGE.substitute(title=title, body="\n".join(body)))
     return path
 
 
@@ -125,7 +123,7 @@ def _corpus(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> lis
 
 
 def _probe(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
-    probe = _read(run_folder / "02_patch_and_probe" / "probe.json") or {}
+    probe = runs.read_json(run_folder / "02_patch_and_probe" / "probe.json") or {}
     gates = [{key: gate.get(key, "") for key in ("name", "measured", "threshold", "verdict")}
              for gate in probe.get("gates", [])]  # fmt: skip
     return [table(gates), "<h3>Pilot</h3>" + scalars(metrics["pilot"]) if metrics.get("pilot") else ""]
@@ -288,7 +286,3 @@ def _notebook(run_folder: Path, stage: str) -> str | None:
 
 def _hashes(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value[:8]}" for name, value in values.items())
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None

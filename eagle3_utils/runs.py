@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,15 +46,38 @@ def resolve_path(path: str | Path) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a reader sees the old file or the new one, never half of it."""
+    """Write JSON atomically, as `write_text`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: a reader sees the old one or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds, or None when there is no such file."""
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill; it takes the place of `folder` only once the block has filled it."""
+    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def hash_files(paths: Iterable[Path]) -> str:
@@ -73,8 +98,7 @@ def hash_json(value: Any) -> str:
 
 def read_done(run_folder: Path, stage: str) -> dict | None:
     """A finished stage's `DONE.json`, or None."""
-    path = run_folder / stage / "DONE.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(run_folder / stage / "DONE.json")
 
 
 def config_values(config: StageConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from eagle3_utils.config import STAGES
 
 def result_rows(run_folder: Path) -> list[tuple[str, str]]:
     """(label, value) pairs from the stages' metrics.json; stages that are not done are left out."""
-    metrics = {stage[:2]: _read(run_folder / stage / "metrics.json") for stage in STAGES}
+    metrics = {stage[:2]: runs.read_json(run_folder / stage / "metrics.json") for stage in STAGES}
     rows = []
     if corpus := metrics["01"]:
         rows.append(("corpus", f"{corpus['num_samples']:,} samples, {corpus['num_tokens']:,} tokens"))
@@ -59,7 +58,7 @@ def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
     """One dict per stage: stage, state (done, running, stopped, waiting), and what its progress.json says."""
     rows = []
     for stage in STAGES:
-        done, progress = runs.read_done(run_folder, stage), _read(run_folder / stage / "progress.json")
+        done, progress = runs.read_done(run_folder, stage), runs.read_json(run_folder / stage / "progress.json")
         if done:
             rows.append({"stage": stage, "state": "done", "wall_seconds": done["wall_seconds"]})
         elif progress:
@@ -90,10 +89,6 @@ def table(rows: list[tuple[str, str]]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def short_path(path: Path) -> Path:

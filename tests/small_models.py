@@ -1,7 +1,5 @@
 """A random target and a random draft so small that a thousand forwards take a second."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -14,17 +12,6 @@ from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 
 VOCAB, HIDDEN, AUX_LAYERS = 12, 32, (0, 1, 2)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Matrices this small: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def small_model() -> LlamaForCausalLM:

@@ -2,20 +2,21 @@
 
 import pytest
 import torch
-from small_models import one_thread, small_model
+from small_models import small_model
 
 from eagle3_utils.acceptance import changes
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.served import NO_DRAFT, ServedAnswer, ServedRun
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.states.extract import one_torch_thread
 
 PROMPT = Prompt("p", "chat", [3, 1, 4])
 
 
 @pytest.fixture(scope="module")
 def model():
-    with one_thread():
+    with one_torch_thread():
         yield small_model()
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import one_thread
 
 from eagle3_utils import runs
 from eagle3_utils.acceptance import evaluate, figures, heldout, offline, parity, served
@@ -19,6 +18,7 @@ from eagle3_utils.draft.training.build import new_draft
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, save_weights
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.extract import one_torch_thread
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
 from eagle3_utils.target import load_target
 
@@ -63,7 +63,7 @@ def make_run(folder, tiny_llama):
 
 @pytest.fixture(scope="module")
 def config(tiny_llama, tmp_path_factory):
-    with one_thread():
+    with one_torch_thread():
         yield make_run(tmp_path_factory.mktemp("run"), tiny_llama)
 
 

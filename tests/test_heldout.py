@@ -4,18 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import AUX_LAYERS, one_thread, small_draft, small_model
+from small_models import AUX_LAYERS, small_draft, small_model
 
 from eagle3_utils.acceptance import heldout
 from eagle3_utils.acceptance.heldout import DecodedPrompt
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import Decoded, plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.states.extract import one_torch_thread
 
 
 @pytest.fixture(scope="module")
 def model():
-    with one_thread():
+    with one_torch_thread():
         yield small_model()
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from small_models import AUX_LAYERS, VOCAB, one_thread, small_draft, small_model
+from small_models import AUX_LAYERS, VOCAB, small_draft, small_model
 
 from eagle3_utils.acceptance import offline
 from eagle3_utils.acceptance.heldout import packed_sample
@@ -14,13 +14,14 @@ from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.draft.metrics import StepCounts, accept_length
 from eagle3_utils.draft.network import DraftCache
 from eagle3_utils.draft.unrolling.teacher import Teacher
+from eagle3_utils.states.extract import one_torch_thread
 
 NUM_STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def model():
-    with one_thread():
+    with one_torch_thread():
         yield small_model()
 
 

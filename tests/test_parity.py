@@ -4,19 +4,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from small_models import AUX_LAYERS, one_thread, small_model, trained_draft
+from small_models import AUX_LAYERS, small_model, trained_draft
 
 from eagle3_utils.acceptance import heldout, parity
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
+from eagle3_utils.states.extract import one_torch_thread
 
 SHAPE, TARGET = TreeShape(3), SimpleNamespace(num_layers=5)
 
 
 @pytest.fixture(scope="module")
 def model():
-    with one_thread():
+    with one_torch_thread():
         yield small_model()
 
 

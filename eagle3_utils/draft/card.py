@@ -19,12 +19,9 @@ CARD_NAME = "README.md"
 def write_card(folder: Path, run_folder: Path) -> Path:
     """Write the card of the draft in `folder`, which the run in `run_folder` made; returns its path."""
     values = json.loads((folder / "config.json").read_text())
-    metrics = {stage[:2]: _read(run_folder / stage / "metrics.json") for stage in STAGES}
+    metrics = {stage[:2]: runs.read_json(run_folder / stage / "metrics.json") or {} for stage in STAGES}
     done = {stage[:2]: runs.read_done(run_folder, stage) or {} for stage in STAGES}
-    text = card_text(values, metrics, done)
-    temporary = folder / f".{CARD_NAME}.tmp"
-    temporary.write_text(text)
-    temporary.replace(folder / CARD_NAME)
+    runs.write_text(folder / CARD_NAME, card_text(values, metrics, done))
     return folder / CARD_NAME
 
 
@@ -136,7 +133,3 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 def _words(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}

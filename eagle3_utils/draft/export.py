@@ -7,8 +7,6 @@ optional: the config always carries the layer ids, the draft vocabulary's size, 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import VocabMap
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import replaced_folder
 from eagle3_utils.target import Target, load_embed_tokens
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -73,21 +72,14 @@ def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, An
 def export_draft(model: DraftModel, target: Target, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a draft folder; an older one of the same name is replaced only once the new one is complete."""
     folder = Path(folder)
-    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir(parents=True)
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-    values = config_json(model.config, target, str(dtype).removeprefix("torch."))
-    (new / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replaced_folder(folder) as new:
+        tensors = {
+            name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+            for name, tensor in model.state_dict().items()
+        }
+        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        values = config_json(model.config, target, str(dtype).removeprefix("torch."))
+        (new / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     return folder
 
 

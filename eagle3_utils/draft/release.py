@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -35,15 +34,8 @@ def export_run(run_folder: Path, out: Path) -> Path:
     foreign = {path.name for path in out.iterdir()} - {*_FILES, CARD_NAME} if out.is_dir() else set()
     if out.is_file() or foreign:
         raise UserError("is there already and is no draft of ours", str(out), "name a new folder", exit_code=2)
-    new, old = out.with_name(f".{out.name}.new"), out.with_name(f".{out.name}.old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir(parents=True)
-    for name in _FILES:
-        shutil.copy2(source / name, new / name)
-    write_card(new, run_folder)
-    if out.exists():
-        os.replace(out, old)
-    os.replace(new, out)
-    shutil.rmtree(old, ignore_errors=True)
+    with runs.replaced_folder(out) as new:
+        for name in _FILES:
+            shutil.copy2(source / name, new / name)
+        write_card(new, run_folder)
     return out

@@ -43,12 +43,12 @@ def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int) 
     """Copy a decoder layer's tensors, named within the layer, where the draft's layer has the same ones."""
     if not _comparable(layer):
         return []
-    copied = []
+    copied, same_attention = [], _same_attention(layer)
     for name, parameter in midlayer.named_parameters():
         source = layer.get({"hidden_norm.weight": "input_layernorm.weight"}.get(name, name))
         if name == "input_layernorm.weight" or source is None or source.dtype not in _FLOATS:
             continue  # the draft's input_layernorm is the embedding's
-        if name.startswith("self_attn.") and not _same_attention(layer):
+        if name.startswith("self_attn.") and not same_attention:
             continue
         if parameter.shape == source.shape:
             parameter.copy_(source)

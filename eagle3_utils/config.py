@@ -127,6 +127,7 @@ class ExtractConfig(ServingOptions, CaptureOptions, StageConfig):
     codec: Literal["bf16", "fp8"] = "bf16"
     final: Literal["all", "supervised"] = "supervised"
     shard_bytes: int = Field(2 << 30, ge=1 << 20)
+    shard_builders: int | None = Field(None, ge=0)  # processes that encode and write; None: by the number of cores
     max_tokens_in_flight: int = Field(32768, ge=1)
     max_retries: int = Field(3, ge=0)
     request_timeout_seconds: float = Field(600.0, gt=0)

@@ -20,10 +20,10 @@ from eagle3_utils.states.extraction import pool as pool_module
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.verify import verify_store
-from eagle3_utils.states.store import StoreMeta
+from eagle3_utils.states.store import StoreMeta, StoreWriter
 
 META = StoreMeta(hidden_size=HIDDEN, aux_layers=[1, 2, 3], fingerprint="f", final="supervised")
-CONFIG = ExtractConfig(shard_bytes=1 << 20, max_tokens_in_flight=300, min_free_bytes=0, max_retries=2)
+CONFIG = ExtractConfig(shard_bytes=1 << 20, max_tokens_in_flight=300, min_free_bytes=0, max_retries=2, shard_builders=0)
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +51,38 @@ def staged(server) -> list[Path]:
     return list(server.dump_dir.glob("hs-*"))
 
 
-def test_every_record_is_stored_and_nothing_stays_staged(tmp_path):
+@pytest.mark.parametrize("shard_builders", [0, 1])
+def test_every_record_is_stored_and_nothing_stays_staged(tmp_path, shard_builders):
     records, shown = make_records(100), []
+    config = CONFIG.model_copy(update={"shard_builders": shard_builders})
     with FakeServer(tmp_path / "dumps") as server:
-        report = extract([server], records, tmp_path / "store", META, CONFIG, shown.append)
+        report = extract([server], records, tmp_path / "store", META, config, shown.append)
         assert staged(server) == []
     check_store(tmp_path / "store", records)
     assert (report.num_samples, report.num_tokens) == (100, sum(len(record.input_ids) for record in records))
     assert report.state_bytes == StoreReader(tmp_path / "store").num_bytes and not report.failures
     assert shown[-1]["done"] == shown[-1]["total"] == 100 and shown[-1]["eta_seconds"] == 0.0
     assert all(rid.startswith("hs-") for rid in server.rids) and len(set(server.rids)) == 100
+
+
+def test_dumps_that_a_dying_server_takes_along_are_named_and_extracted_by_the_next_run(tmp_path, monkeypatch):
+    records, config = make_records(20), CONFIG.model_copy(update={"shard_builders": 1})
+    with FakeServer(tmp_path / "dumps") as server:
+        flush = StoreWriter.flush
+
+        def flush_without_one(writer):
+            for path in staged(server)[:1]:  # `close` flushes once more, when nothing is staged
+                path.unlink()
+            flush(writer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreWriter, "flush", flush_without_one)
+            with pytest.raises(UserError, match=r"1 dumps went away .* did their server end") as stop:
+                extract([server], records, tmp_path / "store", META, config)
+        assert "resumes" in str(stop.value)
+        report = extract([server], records, tmp_path / "store", META, config)
+    assert (report.num_resumed, report.num_samples) == (19, 1)
+    check_store(tmp_path / "store", records)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +184,9 @@ def test_on_a_disk_that_is_full_whole_shards_stay_and_with_more_room_it_goes_on(
             extract([server], records, store, META, config)
         assert "resumes" in str(stop.value) and staged(server) == []
         stored = len(StoreReader(store))
-        assert 0 < stored < 120 and verify_store(store, deep=True).ok and not list(store.glob("*.tmp"))
+        assert 0 < stored < 120 and not list(store.glob("*.tmp"))
+        report = verify_store(store, deep=True)  # where the ledger found no room, its shard is taken in by the next run
+        assert not report.bad and all("not in the ledger" in problem for problem in report.problems)
         resize(8 << 10)
         assert extract([server], records, store, META, config).num_resumed == stored
         check_store(store, records)

@@ -17,7 +17,9 @@ GIB = 1 << 30
 def nvidia_smi(tmp_path, monkeypatch):
     """Sets what `nvidia-smi` answers: free MiB of each GPU, and lines of compute processes."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f'#!/bin/sh\ncase "$1" in *memory.free*) cat {tmp_path}/free;; *) cat {tmp_path}/apps;; esac\n')
+    tool.write_text(
+        f'#!/bin/sh\ncase "$*" in *memory.free*--id=1) sed -n 2p {tmp_path}/free;; *memory.free*) cat {tmp_path}/free;; *) cat {tmp_path}/apps;; esac\n'
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
@@ -32,6 +34,12 @@ def nvidia_smi(tmp_path, monkeypatch):
 def test_free_memory_is_read_per_gpu(nvidia_smi):
     nvidia_smi([1024, 2048])
     assert gpus.free_bytes() == [GIB, 2 * GIB]
+
+
+def test_only_visible_gpus_count(nvidia_smi, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    nvidia_smi([1024, 2048])
+    assert gpus.free_bytes() == [2 * GIB]
 
 
 def test_without_gpus_nothing_is_missing(monkeypatch):

@@ -120,27 +120,27 @@ def test_disk_full_stops_with_whole_shards_only(tmp_path, records, monkeypatch):
 
 
 def test_two_shards_are_written_at_a_time(tmp_path, records, monkeypatch):
-    together, write = threading.Barrier(2, timeout=20), store_module.write_shard
+    together, write = threading.Barrier(2, timeout=20), store_module.build_shard
 
     def write_when_both_are_there(path, *rest):
         if path.name in ("shard-000000.h5", "shard-000001.h5"):
             together.wait()
         return write(path, *rest)
 
-    monkeypatch.setattr(store_module, "write_shard", write_when_both_are_there)
+    monkeypatch.setattr(store_module, "build_shard", write_when_both_are_there)
     fill(tmp_path, records)
     assert len(StoreReader(tmp_path)) == 60 and verify_store(tmp_path, deep=True).ok
 
 
 def test_a_shard_that_fails_beside_another_loses_only_its_own_samples(tmp_path, records, monkeypatch):
-    write = store_module.write_shard
+    write = store_module.build_shard
 
     def fail_once(path, *rest):
         if path.name == "shard-000001.h5":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, *rest)
 
-    monkeypatch.setattr(store_module, "write_shard", fail_once)
+    monkeypatch.setattr(store_module, "build_shard", fail_once)
     with pytest.raises(UserError, match="disk full"):
         fill(tmp_path, records)
     monkeypatch.undo()

@@ -27,6 +27,7 @@ from eagle3_utils.states.extraction.connection import Connection, ServerBrokeOff
 from eagle3_utils.states.extraction.dump import (
     BadDump,
     file_name_of,
+    load_sample,
     read_dump,
     share_staging,
     sweep,
@@ -35,6 +36,7 @@ from eagle3_utils.states.extraction.dump import (
 )
 from eagle3_utils.states.extraction.pool import Pool, Task, Worker, in_buckets
 from eagle3_utils.states.extraction.report import ExtractReport
+from eagle3_utils.states.shards.builders import processes_for
 from eagle3_utils.states.store import StoreMeta, StoreWriter
 
 SERVER_PATIENCE_SECONDS = 60.0  # of failing before a server counts as dead
@@ -69,11 +71,16 @@ def extract(
         raise UserError("the corpus holds the same sample id twice", str(folder))
     with ExitStack() as stack:
         workers = [_attach(server, stack) for server in servers]
-        held_bytes, max_tokens = share_staging([worker.dump_dir for worker in workers], records, meta, config)
-        writer = StoreWriter(folder, meta, config.shard_bytes, held_bytes)
+        processes = processes_for() if config.shard_builders is None else config.shard_builders
+        dump_dirs = [worker.dump_dir for worker in workers]
+        held_bytes, max_tokens = share_staging(dump_dirs, records, meta, config, processes)
+        writer = StoreWriter(folder, meta, config.shard_bytes, held_bytes, processes)
         stack.callback(writer.abort)  # does nothing after close
         run = _Run(writer, workers, records, config, max_tokens, progress or (lambda _: None))
         report = run.run()
+    if writer.num_lost:
+        what = f"{writer.num_lost} dumps went away before they were stored: did their server end?"
+        raise UserError(what, str(folder), "start the stage again: it resumes")
     if len(report.failures) > config.max_failed:
         first, reason = next(iter(report.failures.items()))
         raise UserError(
@@ -203,7 +210,8 @@ class _Run:
             self._count_failure(task, str(error), self.pool.sample_failed(worker, task))
             return
         release = partial(path.unlink, missing_ok=True)  # a server that stops empties its folder
-        self.writer.add(sample, release, dump.num_bytes, checked=True)
+        loader = partial(load_sample, path, sample.id, sample.source, sample.loss_mask)
+        self.writer.add(sample, release, dump.num_bytes, checked=True, loader=loader)
         with self._counting:
             self.report.num_samples += 1
             self.report.num_tokens += task.num_tokens

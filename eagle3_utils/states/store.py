@@ -24,18 +24,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.shards.builders import BuilderProcesses, Loader, build_shard
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.recover import recover, shards_on_disk
-from eagle3_utils.states.shards.sample import Sample, StoreMeta, encode_sample
-from eagle3_utils.states.shards.shard import FORMAT, VERSION, EncodedSample, shard_name, sync_folder, write_shard
+from eagle3_utils.states.shards.sample import Sample, StoreMeta
+from eagle3_utils.states.shards.shard import FORMAT, VERSION, shard_name, sync_folder
 
-NUM_SHARD_WRITERS = 2  # shards written at a time: one file takes one `pwrite` at a time, about 2 GB/s in memory
-NUM_OPEN_SHARDS = NUM_SHARD_WRITERS + 1  # and one that fills
+_NUM_THREADS = 2  # shards built at a time without processes: one file takes one `pwrite` at a time, about 2 GB/s
+
+
+def num_open_shards(num_processes: int) -> int:
+    """Shards being built at a time, and one that fills."""
+    return (num_processes or _NUM_THREADS) + 1
 
 
 @dataclass
 class _Batch:
-    samples: list[EncodedSample] = field(default_factory=list)
+    samples: list[Sample | Loader] = field(default_factory=list)
     releases: list[Callable[[], None]] = field(default_factory=list)
     num_bytes: int = 0
     held_bytes: int = 0
@@ -48,12 +53,20 @@ class _Batch:
 class StoreWriter:
     """Adds samples to a store, one process at a time; opening an existing store resumes it.
 
-    `add` may be called from several threads. Shards are written by background threads while the next one fills;
-    `release` callbacks run when the shard that holds their sample is on disk and in the ledger.
+    `add` may be called from several threads. Shards are built in the background while the next one fills, by threads
+    or by `num_processes` processes (builders.py); `release` callbacks run when the shard that holds their sample is on
+    disk and in the ledger.
     Raises `UserError` when the store belongs to another model or corpus, is open elsewhere, or its disk is full.
     """
 
-    def __init__(self, folder: Path, meta: StoreMeta, shard_bytes: int = 2 << 30, max_held_bytes: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        meta: StoreMeta,
+        shard_bytes: int = 2 << 30,
+        max_held_bytes: int | None = None,
+        num_processes: int = 0,
+    ):
         self.folder, self.meta, self.shard_bytes = Path(folder), meta, shard_bytes
         self.max_held_bytes = max_held_bytes  # a shard is closed early when its samples hold this much elsewhere
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,10 +81,13 @@ class StoreWriter:
         self._next_number = max([-1, *self.ledger.shards(), *shards_on_disk(self.folder)]) + 1
         self._batch = _Batch()
         self._adding, self._counting = threading.Lock(), threading.Lock()
-        self._pool = ThreadPoolExecutor(NUM_SHARD_WRITERS, thread_name_prefix="shard-writer")
+        self._num_builders = num_open_shards(num_processes) - 1
+        self._builders = BuilderProcesses(num_processes) if num_processes else None
+        self._pool = ThreadPoolExecutor(self._num_builders, thread_name_prefix="shard-writer")
         self._writing: deque[tuple[Future, _Batch]] = deque()  # the oldest first
         self._closed = False
         self.stored_bytes = 0  # state bytes of the shards closed by this writer
+        self.num_lost = 0  # samples whose staged file had gone before their shard was built: they stay pending
 
     def register(self, records: Iterable) -> list:
         """Make records (id, source, input_ids) known as pending; returns those not stored yet, in order."""
@@ -90,24 +106,30 @@ class StoreWriter:
         return self._sum("held_bytes")
 
     def add(
-        self, sample: Sample, release: Callable[[], None] | None = None, held_bytes: int = 0, checked: bool = False
+        self,
+        sample: Sample,
+        release: Callable[[], None] | None = None,
+        held_bytes: int = 0,
+        checked: bool = False,
+        loader: Loader | None = None,
     ) -> None:
         """Take a sample; `ValueError` names what is wrong with it, or that it is stored already.
 
         `release` is called once the sample is safe, and frees `held_bytes` elsewhere (a staged file). With `checked`
-        the caller has found `sample.problem(meta)` to be None.
+        the caller has found `sample.problem(meta)` to be None. `loader` gives the same sample in another process;
+        builder processes need it.
         """
         if not checked and (problem := sample.problem(self.meta)):
             raise ValueError(f"{sample.id}: {problem}")
-        encoded = encode_sample(sample, self.meta)
+        num_bytes = sample.stored_bytes(self.meta)
         with self._adding:
             if self._closed:
                 raise ValueError(f"{sample.id}: the store is closed")
             if sample.id in self._stored:
                 raise ValueError(f"{sample.id}: already in the store")
             self._stored.add(sample.id)
-            self._batch.samples.append(encoded)
-            self._batch.num_bytes += encoded.num_bytes
+            self._batch.samples.append(loader if self._builders else sample)
+            self._batch.num_bytes += num_bytes
             self._batch.held_bytes += held_bytes
             if release is not None:
                 self._batch.releases.append(release)
@@ -135,6 +157,8 @@ class StoreWriter:
                 return
             self._closed, self._batch = True, _Batch()
         self._pool.shutdown()
+        if self._builders:
+            self._builders.close()
         try:
             self.ledger.close()
         finally:
@@ -150,7 +174,7 @@ class StoreWriter:
             self.abort()
 
     def _close_batch(self) -> None:
-        self._wait(NUM_SHARD_WRITERS - 1)
+        self._wait(self._num_builders - 1)
         if self._batch.samples:
             batch, self._batch = self._batch, _Batch()
             number, self._next_number = self._next_number, self._next_number + 1
@@ -164,8 +188,9 @@ class StoreWriter:
 
     def _write(self, number: int, batch: _Batch) -> None:
         path = self.folder / shard_name(number)
+        build = self._builders.build if self._builders else build_shard
         try:
-            file_bytes = write_shard(path, batch.samples, self.meta.attributes())
+            file_bytes, rows = build(path, batch.samples, self.meta)
         except OSError as error:
             path.with_suffix(".h5.tmp").unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -175,14 +200,11 @@ class StoreWriter:
                 str(self.folder),
                 "free space (or choose codec: fp8, final: supervised) and start the stage again: it resumes",
             ) from error
-        rows = [
-            {"id": s.id, "source": s.source, "num_tokens": s.num_tokens, "row": row, "checksum": s.checksum}
-            | {"num_bytes": s.num_bytes}
-            for row, s in enumerate(batch.samples)
-        ]
-        self.ledger.commit_shard(number, file_bytes, rows)
+        if rows:
+            self.ledger.commit_shard(number, file_bytes, rows)
         with self._counting:
-            self.stored_bytes += batch.num_bytes
+            self.stored_bytes += sum(row["num_bytes"] for row in rows)
+            self.num_lost += len(batch.samples) - len(rows)
         for release in batch.releases:
             release()
         batch.clear()

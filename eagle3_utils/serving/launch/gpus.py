@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -11,7 +12,7 @@ _POLL_SECONDS = 0.5
 
 
 def free_bytes() -> list[int]:
-    """Free memory of each GPU; [] without GPUs, or when nvidia-smi fails."""
+    """Free memory of each GPU of `CUDA_VISIBLE_DEVICES`; [] without GPUs, or when nvidia-smi fails."""
     return [int(line) << 20 for line in _ask("--query-gpu=memory.free") if line.isdigit()]
 
 
@@ -42,6 +43,8 @@ def _ask(query: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

@@ -11,6 +11,8 @@ import torch
 
 from eagle3_utils.target import Target, target_logits
 
+_SURELY_OWN, _MARGIN = 0.99, 0.02  # cosines: see stray_rows
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -152,9 +154,26 @@ def anchor_gate(
 
 
 def invariance_figures(dump, reference) -> tuple[float, float]:
-    """Mean and first percentile of the cosines between two dumps of one sequence, the lower of `aux` and `final` each.
+    """Two dumps of one sequence: mean cosine and share of stray rows, the worse of `aux` layers and `final` each.
 
-    The mean tells another layer or precision, the percentile a few rows that belong to something else.
+    The mean tells another layer or precision, the share a few rows that belong to something else.
     """
-    cosines = [row_cosines(dump.aux, reference.aux).flatten(), row_cosines(dump.final, reference.final)]
-    return float(min(c.mean() for c in cosines)), float(min(torch.quantile(c, 0.01) for c in cosines))
+    pairs = [(dump.aux[:, i], reference.aux[:, i]) for i in range(dump.aux.shape[1])] + [(dump.final, reference.final)]
+    cosines = [row_cosines(one, other) for one, other in pairs]
+    stray = [stray_rows(*pair, own) for pair, own in zip(pairs, cosines, strict=True)]
+    return float(min(c.mean() for c in cosines)), float(max(s.float().mean() for s in stray))
+
+
+def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Which rows are not the reference's own, bool [T]; states, reference [T, H], own: their cosines by row [T].
+
+    A row is the reference's own when its cosine is high, or higher than that with any other row: a token whose
+    experts changed with the batch is less like itself, but no more like another.
+    """
+    stray, doubtful = torch.zeros(len(own), dtype=torch.bool), (own < _SURELY_OWN).nonzero().flatten()
+    rows = torch.nn.functional.normalize(reference.float(), dim=-1)
+    for part in doubtful.split(256):
+        similar = torch.nn.functional.normalize(states[part].float(), dim=-1) @ rows.T  # [256, T]
+        similar[torch.arange(len(part)), part] = -1.0
+        stray[part] = own[part] < similar.amax(-1) + _MARGIN
+    return stray

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from eagle3_utils.target import Target, load_embed_tokens, load_final_norm, load
 
 _ARRIVAL_SECONDS = 30.0  # after the answer; a GPU's first request may still compile kernels before it
 _LAYER_PROBE_TOKENS = 256  # of one sample, for the comparison with the reference
-_MIN_INVARIANCE = (0.99, 0.9)  # mean cosine and first percentile: bf16 noise of another batch stays above
+_MIN_MEAN_COSINE, _MAX_STRAY_ROWS = 0.99, 0.01  # noise of another batch stays within
 _CPU_FULL_BATCH_TOKENS = 4096  # on a CPU a full batch of the longest sample would take minutes
 
 
@@ -197,7 +197,7 @@ class Trials:
 
     def invariance(self) -> None:
         """One sequence alone, twice in a row, inside a full batch, and chunked: the same states."""
-        ids, wanted = list(self.samples[0].input_ids), "≥ {}, ≥ {}".format(*_MIN_INVARIANCE)
+        ids, wanted = list(self.samples[0].input_ids), f"≥ {_MIN_MEAN_COSINE}, ≤ {_MAX_STRAY_ROWS}"
         figures: dict[str, tuple[float, float]] = {}
         count = self.num_in_flight(len(ids))
         try:
@@ -205,21 +205,21 @@ class Trials:
             again, _ = self.client.capture(ids, self.rid("again"))
             figures["twice"] = gates.invariance_figures(again, alone)
             dumps = self.client.capture_many([(self.rid("batch"), ids) for _ in range(count)], count)
-            figures[f"in a batch of {count}"] = min(gates.invariance_figures(d, alone) for d in dumps.values())
+            figures[f"in a batch of {count}"] = worst(gates.invariance_figures(d, alone) for d in dumps.values())
             for sample in self.samples[1:4]:  # other neighbours, other places in the batch
                 other, _ = self.client.capture(list(sample.input_ids), self.rid("other"))
                 if sample.id in self.dumps:
                     figure = gates.invariance_figures(self.dumps[sample.id], other)
-                    figures["among others"] = min(figure, figures.get("among others", figure))
+                    figures["among others"] = worst([figure, figures.get("among others", figure)])
         except DumpError as error:
             self.add(Gate("invariance", "a request failed", wanted, False, str(error)))
             return
         chunk = self.server.handshake["chunked_prefill_size"]
         split = "chunks were split" if chunk and 0 < chunk < len(ids) * count else "too short to be chunked"
         detail = ", ".join(f"{name} {mean:.5f}" for name, (mean, _) in figures.items())
-        lowest = [min(column) for column in zip(*figures.values(), strict=True)]
-        passed = all(value >= limit for value, limit in zip(lowest, _MIN_INVARIANCE, strict=True))
-        measured = f"mean cosine ≥ {lowest[0]:.5f}, first percentile ≥ {lowest[1]:.5f}"
+        mean, stray = worst(figures.values())
+        passed = mean >= _MIN_MEAN_COSINE and stray <= _MAX_STRAY_ROWS
+        measured = f"mean cosine ≥ {mean:.5f}, stray rows ≤ {stray:.2%}"
         self.add(Gate("invariance", measured, wanted, passed, f"{detail}; {split}"))
 
     def capacity(self) -> None:
@@ -265,3 +265,9 @@ class Trials:
             f"{pilot['tokens_per_second_high']:,.0f}), {pilot['bytes_per_second'] / 1e6:,.1f} MB/s"
         )
         self.add(Gate("rate", measured, "> 0", pilot["tokens_per_second"] > 0, f"{pilot['num_samples']} samples"))
+
+
+def worst(figures: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The lowest mean cosine and the highest share of stray rows."""
+    means, strays = zip(*figures, strict=True)
+    return min(means), max(strays)

@@ -23,7 +23,7 @@ import xxhash
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes
-from eagle3_utils.states.store import NUM_OPEN_SHARDS, Sample, StoreMeta
+from eagle3_utils.states.store import Sample, StoreMeta, num_open_shards
 
 _DTYPES = {"BF16": torch.bfloat16, "I64": torch.int64}
 _MAX_HEADER_BYTES = 1 << 20
@@ -91,17 +91,17 @@ def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None
         raise BadDump(f"{len(dump.input_ids)} tokens came back, {len(wanted)} were sent")
     if (different := np.flatnonzero(dump.input_ids != wanted)).size:
         raise BadDump(f"token ids differ from position {different[0]} on")
-    sample = Sample(
-        id=record.id,
-        source=record.source,
-        input_ids=wanted.astype(np.int32),
-        loss_mask=np.frombuffer(bytes(record.loss_mask), dtype=np.uint8),
-        aux=dump.aux,
-        final=dump.final,
-    )
+    mask = np.frombuffer(bytes(record.loss_mask), dtype=np.uint8)
+    sample = Sample(record.id, wanted.astype(np.int32), mask, dump.aux, dump.final, source=record.source)
     if problem := sample.problem(meta):
         raise BadDump(problem)
     return sample
+
+
+def load_sample(path: Path, sample_id: str, source: str, loss_mask: np.ndarray) -> Sample:
+    """The sample of a dump that `take_sample` has found sound, for another process that maps the same file."""
+    dump = read_dump(path)
+    return Sample(sample_id, dump.input_ids.astype(np.int32), loss_mask, dump.aux, dump.final, source=source)
 
 
 def file_name_of(sample_id: str) -> str:
@@ -131,7 +131,7 @@ def _reason_in(note: str) -> str:
         return note[:300]  # cut off, or of another plugin
 
 
-def share_staging(dump_dirs: list[Path], records: list, meta, config) -> tuple[int, int]:
+def share_staging(dump_dirs: list[Path], records: list, meta, config, num_processes: int = 0) -> tuple[int, int]:
     """Split the staging area between dumps in flight and dumps held until their shard is closed.
 
     Returns (bytes of dumps a shard may hold, tokens in flight per server). Some shards are written while the
@@ -149,7 +149,8 @@ def share_staging(dump_dirs: list[Path], records: list, meta, config) -> tuple[i
             str(dump_dirs[0]),
             f"set staging_max_bytes to {STAGING_SHARES * longest} or more, on a staging_dir with that much room",
         )
-    return staging // (2 * NUM_OPEN_SHARDS), min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
+    max_tokens = min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
+    return staging // (2 * num_open_shards(num_processes)), max_tokens
 
 
 def sweep(dump_dirs: list[Path], keep: str | None = None) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from eagle3_utils.states.codec import CODECS, FINALS, count_not_finite, encode, supervised_rows
 from eagle3_utils.states.shards.shard import EncodedSample
+from eagle3_utils.states.sizes import INDEX_BYTES_PER_TOKEN, bytes_per_row
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class Sample:
     def __post_init__(self):
         if self.final_rows is None:
             self.final_rows = np.ones(len(self.input_ids), dtype=bool)
+
+    def stored_bytes(self, meta: StoreMeta) -> int:
+        """Bytes of its arrays in the store."""
+        wanted = supervised_rows(self.loss_mask) if meta.final == "supervised" else self.final_rows
+        num_states = len(self.input_ids) * len(meta.aux_layers) + int(np.count_nonzero(wanted))
+        row = bytes_per_row(meta.hidden_size, meta.codec)
+        return len(self.input_ids) * INDEX_BYTES_PER_TOKEN + num_states * row
 
     def problem(self, meta: StoreMeta) -> str | None:
         """What makes this sample unfit for a store, or None."""

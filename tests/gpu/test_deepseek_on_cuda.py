@@ -1,0 +1,70 @@
+"""Every gate of the probe on a tiny DeepSeek-V3 (MLA, mixture of experts, YaRN) that SGLang serves on CUDA.
+
+On one GPU, and where there are two also with tensor parallelism (one rank writes) and with attention data parallelism
+(the first rank of each group writes). EAGLE3_GPU_SERVER_ARGS are further SGLang flags.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepseek_on_cpu import make_tiny_deepseek
+
+from eagle3_utils.config import ProbeConfig
+from eagle3_utils.serving.probe import run_probe
+from eagle3_utils.serving.probing.trials import Trials
+from eagle3_utils.serving.server import Server, capture_spec
+from eagle3_utils.target import load_target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+LAYERS = [2, 3, 4]
+PARALLEL = {"one": (1, 1, 1), "tensor": (2, 1, 1), "attention-data": (2, 2, 2)}  # ranks, groups, writers
+
+
+@pytest.fixture(scope="module", params=PARALLEL)
+def served(request, tmp_path_factory):
+    tp_size, dp_size, num_writers = PARALLEL[request.param]
+    if torch.cuda.device_count() < tp_size:
+        pytest.skip(f"needs {tp_size} GPUs")
+    run = tmp_path_factory.mktemp(request.param)
+    folder = make_tiny_deepseek(run / "model", load_target("example").path)
+    target = load_target(str(folder))
+    extra = os.environ.get("EAGLE3_GPU_SERVER_ARGS", "--sampling-backend pytorch --grammar-backend none").split()
+    small = "--moe-runner-backend triton --max-total-tokens 65536".split()
+    config = ProbeConfig(
+        run_dir=str(run), model=str(folder), device="cuda", attention_backend="triton", max_seq_len=1024,
+        aux_layers=LAYERS, num_probe_samples=6, num_pilot_samples=32, chunked_prefill_size=512, tp_size=tp_size,
+        dp_size=dp_size, mem_fraction_static=0.5, extra_server_args=[*extra, *small],
+    )  # fmt: skip
+    with Server(config, target, run / "server.log", run, capture_spec(config, target)) as server:
+        assert server.handshake["ranks"]["writers"] == num_writers
+        yield server, target, config
+
+
+@pytest.fixture(scope="module")
+def records():
+    rng = random.Random(0)
+    return [
+        SimpleNamespace(id=f"r{i}", input_ids=[rng.randrange(49152) for _ in range(rng.randint(30, 1000))])
+        for i in range(32)
+    ]
+
+
+def test_every_gate_passes_and_layers_are_those_of_hugging_face(served, records):
+    server, target, config = served
+    report = run_probe(server, target, config, records)
+    assert report.passed, report.table().to_string()
+    assert [row["found_boundary"] for row in report.layers] == [3, 4, 5, 6]
+
+
+def test_the_anchored_check_finds_the_same_layers_without_a_reference(served, records):
+    server, target, config = served
+    anchored = config.model_copy(update={"reference": "anchored"})
+    examined = Trials(server, target, anchored, records, log=lambda _line: None)
+    examined.layers()
+    assert all(gate.passed for gate in examined.gates), examined.gates
+    assert [row["found_boundary"] for row in examined.layer_rows] == [3, 4, 5]

@@ -1,0 +1,97 @@
+"""Shards built by processes of their own: the same bytes, and nothing is left when the parent is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.builders import BuilderProcesses, build_shard, processes_for
+from eagle3_utils.states.shards.sample import Sample, StoreMeta
+from eagle3_utils.states.shards.verify import verify_store
+from eagle3_utils.states.store import StoreWriter
+
+META = StoreMeta(hidden_size=16, aux_layers=[0, 1, 2], codec="fp8", final="supervised")
+
+
+def make_sample(number: int) -> Sample:
+    """The same sample in every process."""
+    length, generator = 5 + number, torch.Generator().manual_seed(number)
+    mask = np.arange(length) % 2 == 0
+    aux, final = torch.randn(length, 3, 16, generator=generator), torch.randn(length, 16, generator=generator)
+    return Sample(
+        f"s{number}", np.arange(length, dtype=np.int32), mask.astype(np.uint8), aux.bfloat16(), final.bfloat16()
+    )
+
+
+def gone() -> Sample:
+    raise FileNotFoundError("a dump that its server took along")
+
+
+@pytest.fixture(scope="module")
+def builders():
+    builders = BuilderProcesses(1)
+    yield builders
+    builders.close()
+
+
+def test_few_cores_build_in_threads_and_many_leave_some_to_the_server():
+    assert [processes_for(n) for n in (1, 2, 7, 8, 16, 64)] == [0, 0, 0, 2, 4, 8]
+
+
+def test_a_store_built_by_processes_equals_one_built_by_threads(tmp_path):
+    for name, num_processes in (("threads", 0), ("processes", 1)):
+        with StoreWriter(tmp_path / name, META, shard_bytes=600, num_processes=num_processes) as writer:
+            for number in range(6):
+                writer.add(make_sample(number), loader=partial(make_sample, number))
+    a, b = StoreReader(tmp_path / "threads"), StoreReader(tmp_path / "processes")
+    assert len(list((tmp_path / "processes").glob("shard-*.h5"))) > 1 and len(b) == 6
+    for one, other in zip(map(a.read, range(6)), map(b.read, range(6)), strict=True):
+        assert one.id == other.id and one.aux.equal(other.aux) and one.final.equal(other.final)
+        assert np.array_equal(one.loss_mask, other.loss_mask) and np.array_equal(one.final_rows, other.final_rows)
+    assert verify_store(tmp_path / "processes", deep=True).ok
+
+
+def test_a_full_disk_comes_back_as_what_it_is(builders, tmp_path):
+    with pytest.raises(OSError, match="No such file or directory"):
+        builders.build(tmp_path / "no folder" / "shard-000000.h5", [partial(make_sample, 0)], META)
+
+
+def test_a_dump_that_has_gone_is_left_out(tmp_path):
+    size, rows = build_shard(tmp_path / "shard-000000.h5", [partial(make_sample, 1), gone, make_sample(3)], META)
+    assert size and [row["id"] for row in rows] == ["s1", "s3"]
+    assert build_shard(tmp_path / "shard-000001.h5", [gone], META) == (0, [])
+    assert not (tmp_path / "shard-000001.h5").exists()
+
+
+def test_what_has_gone_stays_pending_and_is_counted(tmp_path):
+    with StoreWriter(tmp_path / "store", META, num_processes=1) as writer:
+        writer.register([make_sample(0), make_sample(1)])
+        writer.add(make_sample(0), loader=gone)
+        writer.add(make_sample(1), loader=partial(make_sample, 1))
+        writer.flush()
+        assert writer.num_lost == 1 and writer.ledger.ids("done") == {"s1"} and writer.ledger.ids("pending") == {"s0"}
+
+
+def _hold_builders(pids) -> None:
+    builders = BuilderProcesses(1)
+    pids.send(builders._pool.submit(os.getpid).result())
+    signal.pause()
+
+
+def test_processes_end_with_a_parent_that_is_killed():
+    here, there = multiprocessing.Pipe()
+    parent = multiprocessing.get_context("forkserver").Process(target=_hold_builders, args=(there,))
+    parent.start()
+    builder = psutil.Process(here.recv())
+    parent.kill()
+    parent.join()
+    psutil.wait_procs([builder], timeout=10)
+    assert not builder.is_running()

@@ -78,7 +78,7 @@ def serve(folder: Path, lengths: dict[str, int], hidden: int, port) -> None:
     """The stand-in server, in a process of its own."""
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
 
         def log_message(self, *_):
             pass

@@ -135,6 +135,7 @@ def test_a_token_that_is_clearly_not_the_best_is_an_error_and_a_tie_is_a_line(wo
 def test_without_reference_decoding_the_teacher_forced_length_is_the_headline(work, config):
     config = config.model_copy(update={"reference_decoding": False})
     teacher_forced = offline.summarise(work.teacher_forced(), num_resamples=20)
+    assert offline.summarise(work.teacher_forced_on([])) == {}
     part = evaluate.ServedPart("served: off")
     metrics = figures.stage_metrics(
         config, teacher_forced, [], [], {"decoded": {}}, {}, part, [], parity.ParityReport(left_out="x")

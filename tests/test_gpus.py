@@ -17,9 +17,8 @@ GIB = 1 << 30
 def nvidia_smi(tmp_path, monkeypatch):
     """Sets what `nvidia-smi` answers: free MiB of each GPU, and lines of compute processes."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        f'#!/bin/sh\ncase "$*" in *memory.free*--id=1) sed -n 2p {tmp_path}/free;; *memory.free*) cat {tmp_path}/free;; *) cat {tmp_path}/apps;; esac\n'
-    )
+    answers = f"*memory.free*--id=1) sed -n 2p {tmp_path}/free;; *memory.free*) cat {tmp_path}/free;;"
+    tool.write_text(f'#!/bin/sh\ncase "$*" in {answers} *) cat {tmp_path}/apps;; esac\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 

@@ -67,7 +67,6 @@ class Evaluation:
         self.tokenizer = load_tokenizer(self.target)
         self.device = resolve_device(config)
         self.draft_folder: Path = stage.data / "draft" / "export"
-        self.draft = load_draft(self.draft_folder, self.target, self.device, torch.float32)
         self.reader = StoreReader(stage.data / "hidden_states" / "val")
         if tuple(self.reader.meta.aux_layers) != tuple(sorted(self.draft.config.aux_layers)):
             raise UserError(
@@ -82,6 +81,11 @@ class Evaluation:
             f"draft {self.draft_folder}: layers {list(draft.aux_layers)}, vocabulary {draft.draft_vocab_size:,} of "
             f"{draft.vocab_size:,}\n{len(self.reader)} validation samples; device {self.device}"
         )
+
+    @cached_property
+    def draft(self) -> DraftModel:
+        """The exported draft, float32."""
+        return load_draft(self.draft_folder, self.target, self.device, torch.float32)
 
     @cached_property
     def model(self):
@@ -184,7 +188,8 @@ class Evaluation:
         left_out = served.why_not_served(self.config)
         if left_out:
             return ServedPart(left_out)
-        self.__dict__.pop("model", None)  # frees the GPU for the servers; loaded again when needed
+        for name in ("model", "teacher", "draft"):  # frees the GPU for the servers; loaded again when needed
+            self.__dict__.pop(name, None)
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()

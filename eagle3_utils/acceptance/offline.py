@@ -107,12 +107,12 @@ def summarise(
     """Figures with intervals, by source and for "all": source → {figure: Interval, or a list of them by step}.
 
     Figures: accuracy, conditional, overlap, out_of_vocab, baseline (by step), accept_length (of a chain of 1, 2, …
-    steps, by number of steps), and the plain counts ``num_samples`` and ``supervised``.
+    steps, by number of steps), and the plain counts ``num_samples`` and ``supervised``. Empty without samples.
     """
     groups = {ALL: list(samples)}
     for sample in samples:
         groups.setdefault(sample.source, []).append(sample)
-    return {source: _figures(group, num_resamples, seed) for source, group in groups.items()}
+    return {source: _figures(group, num_resamples, seed) for source, group in groups.items() if group}
 
 
 def bootstrap_sums(items_SC: np.ndarray, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> np.ndarray:

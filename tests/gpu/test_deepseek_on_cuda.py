@@ -34,7 +34,7 @@ def served(request, tmp_path_factory):
     folder = make_tiny_deepseek(run / "model", load_target("example").path)
     target = load_target(str(folder))
     extra = os.environ.get("EAGLE3_GPU_SERVER_ARGS", "--sampling-backend pytorch --grammar-backend none").split()
-    small = "--moe-runner-backend triton --max-total-tokens 65536".split()
+    small = ["--moe-runner-backend", "triton", "--max-total-tokens", "65536"]
     config = ProbeConfig(
         run_dir=str(run), model=str(folder), device="cuda", attention_backend="triton", max_seq_len=1024,
         aux_layers=LAYERS, num_probe_samples=6, num_pilot_samples=32, chunked_prefill_size=512, tp_size=tp_size,

@@ -54,9 +54,11 @@ def run(
 @app.command()
 def stop(run_folder: Path) -> None:
     """Stop the runner of a run folder; it saves its work and stops its servers first."""
-    from eagle3_utils import runner
+    from eagle3_utils import runner, runs
 
-    print(f"stopped pid {runner.stop(_run_folder(run_folder))}")
+    folder = _run_folder(run_folder)
+    pid = runner.stop(folder)
+    print(f"stopped pid {pid}; to go on: {runs.read_runner(folder)[1]}")
 
 
 @app.command()
@@ -71,7 +73,8 @@ def status(
     folder = _run_folder(run_folder)
     while True:
         rows = summary.stage_rows(folder)
-        text = json.dumps(rows, indent=2) if as_json else "\n".join(map(summary.format_stage, rows))
+        lines = [*map(summary.format_stage, rows), summary.how_to_go_on(folder, rows)]
+        text = json.dumps(rows, indent=2) if as_json else "\n".join(filter(None, lines))
         print(("\x1b[2J\x1b[H" if watch and not as_json else "") + text, flush=True)
         if not watch:
             return

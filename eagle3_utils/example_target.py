@@ -84,7 +84,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # the GGUF holds 1e-5 in float32
     model.config.bos_token_id = model.generation_config.bos_token_id = 1
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**where, clean_up_tokenization_spaces=False)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer.clean_up_tokenization_spaces = False  # the GGUF reader says True, of which transformers warns
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # the GGUF reader mistakes the first for <|im_start|>
     # SmolLM2 splits digits, which a GGUF does not say; and its decoder is the plain byte-level one.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

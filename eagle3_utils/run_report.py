@@ -27,7 +27,8 @@ from eagle3_utils.plots.style import svg_uri
 REPORT_NAME = "report.html"
 
 _PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>$title</title><style>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
+<style>
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #111}
 h1 {font-size: 1.6rem} h2 {font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #999}
 h3 {font-size: 1rem; margin: 1.2rem 0 .3rem}
@@ -35,8 +36,10 @@ table {border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular
 th, td {text-align: left; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid #ddd; vertical-align: top}
 td.number {text-align: right} .wide {overflow-x: auto} code {font-size: .9em}
 img {max-width: 100%; height: auto} .note {color: #444} .bad {font-weight: bold; text-decoration: underline}
-@media print {body {font-size: 10pt; margin: 0; max-width: none} h2 {break-after: avoid}
-  table, img {break-inside: avoid} a {color: inherit; text-decoration: none} .wide {overflow: visible}}
+@page {margin: 15mm}
+@media print {body {font-size: 10pt; margin: 0; padding: 0; max-width: none} h2, h3 {break-after: avoid}
+  tr, img {break-inside: avoid} table {font-size: 7.5pt} th, td {padding-right: .4rem} .wide {overflow: visible}
+  a {color: inherit; text-decoration: none}}
 </style></head><body>
 <h1>$title</h1>
 $body
@@ -48,7 +51,8 @@ def write_report(run_folder: Path) -> Path:
     """Write the page of a run folder and return its path. Stages that are not done have no section."""
     metrics = {stage: runs.read_json(run_folder / stage / "metrics.json") for stage in STAGES}
     done = {stage: runs.read_done(run_folder, stage) for stage in STAGES}
-    body = [_heading(done), table({"": label, "result": value} for label, value in summary.result_rows(run_folder))]
+    rows = [row for row in summary.result_rows(run_folder) if row[0] != summary.WHERE]
+    body = [_heading(done), table({"": label, "result": value} for label, value in rows)]
     body.append(section("Lineage", _lineage(run_folder, done)))
     for stage, (title, draw) in _SECTIONS.items():
         if metrics[stage]:
@@ -66,10 +70,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     if not names:
         return ""
     head = "".join(f"<th>{html.escape(str(name).replace('_', ' '))}</th>" for name in names)
-    lines = ["".join(_cell(row.get(name, "")) for name in names) for row in rows]
-    return (
-        f'<div class="wide"><table><tr>{head}</tr>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
-    )
+    body = "".join(f"<tr>{''.join(_cell(row.get(name, '')) for name in names)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def section(title: str, *parts: str) -> str:
@@ -96,29 +98,33 @@ def _heading(done: dict[str, dict | None]) -> str:
         return "<p>No stage of this run is done yet.</p>"
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     model = html.escape(target_name(last["config"]["model"]))
-    return (
-        f"<p>Target <b>{model}</b>. Written {time.strftime('%Y-%m-%d %H:%M')}. <span class=note>{versions}</span></p>"
-    )
+    written = time.strftime("%Y-%m-%d %H:%M")
+    return f"<p>Target <b>{model}</b>. Written {written}. <span class=note>{versions}</span></p>"
 
 
 def _lineage(run_folder: Path, done: dict[str, dict | None]) -> str:
     rows = []
     for stage, entry in done.items():
-        row = {"stage": _Link(stage, _notebook(run_folder, stage)), "state": "done" if entry else "not done"}
+        notebook = _beside(run_folder, f"{stage}/notebook.html", f"{stage}/notebook.ipynb")
+        row = {"stage": _Link(stage, notebook), "state": "done" if entry else "not done"}
         if entry:
             row |= {"reads": _hashes(entry["inputs"]), "makes": _hashes(entry["outputs"])}
-            row |= {"seconds": entry["wall_seconds"], "parameters": entry["config_hash"][:8]}
+            parameters = _Link(entry["config_hash"][:8], _beside(run_folder, f"{stage}/parameters.yaml"))
+            row |= {"seconds": entry["wall_seconds"], "parameters": parameters}
         rows.append(row)
     note = "<p class=note>Eight digits of each content hash: what a stage makes is what the next one reads.</p>"
     return table(rows) + note
 
 
 def _corpus(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
-    coverage = {f"{int(size):,} tokens": share for size, share in (metrics.get("draft_vocab_coverage") or {}).items()}
+    names = {"train": "draft_vocab_coverage", "val": "draft_vocab_coverage_held_out"}
+    covered = {split: metrics.get(name) for split, name in names.items()}
+    covered = [{"split": split} | {f"{int(size):,} tokens": f"{share:.2%}" for size, share in shares.items()}
+               for split, shares in covered.items() if shares]  # fmt: skip
     return [
         table(rows_of(metrics.get("counts"), "split")),
         table(rows_of(metrics.get("statistics"))),
-        "<h3>Supervised tokens inside a draft vocabulary</h3>" + table([coverage]) if coverage else "",
+        "<h3>Supervised tokens inside a draft vocabulary</h3>" + table(covered) if covered else "",
     ]
 
 
@@ -133,7 +139,7 @@ def _extraction(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
     return [
         scalars(metrics),
         table(rows_of(metrics.get("stores"), "store")),
-        table(rows_of((metrics.get("pilot") or {}).get("codecs"))),
+        table(rows_of((metrics.get("pilot") or {}).get("codecs"), "codec")),
     ]
 
 
@@ -158,18 +164,20 @@ def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
     lengths, replayed = _intervals(metrics.get("accept_lengths") or {}), _intervals(metrics.get("replayed") or {})
     parts = [
         "<p class=note>Accept length counts the bonus token: 1.0 means that nothing drafted was accepted. "
-        "Intervals are 95 %, from a bootstrap over prompts.</p>",
-        scalars({k: v for k, v in metrics.items() if k in ("accept_length_from", "num_prompts", "shape", "identical")}),
+        "Shapes are steps · top-k · draft tokens. Intervals are 95 %, from a bootstrap over prompts.</p>",
+        scalars({k: v for k, v in metrics.items() if k in ("accept_length_from", "num_prompts", "identical")}),
     ]
     if teacher_forced:
         parts += ["<h3>Teacher-forced, by source and drafting step</h3>" + table(_step_rows(teacher_forced))]
         parts += [_figure(lambda: acceptance_plots.by_step(teacher_forced, "conditional"))]
         parts += [_figure(lambda: acceptance_plots.by_step(teacher_forced, "accuracy", baseline=True))]
     if any(lengths.values()):
-        parts += ["<h3>Held-out prompts</h3>" + table(rows_of(lengths, "accept length"))]
-        parts += [_figure(lambda: acceptance_plots.accept_length_by_source(lengths))]
+        shape = " · ".join(map(str, metrics.get("shape", [])))
+        parts += [f"<h3>Held-out prompts ({shape})</h3>" + table(rows_of(lengths, "accept length"))]
+        title = f"Accept length, {metrics.get('num_prompts')} held-out prompts"
+        parts += [_figure(lambda: acceptance_plots.accept_length_by_source(lengths, title))]
     if replayed:
-        parts += ["<h3>Other shapes (steps · top-k · draft tokens)</h3>" + table([replayed])]
+        parts += ["<h3>Other shapes</h3>" + table([replayed])]
         parts += [_figure(lambda: acceptance_plots.accept_length_by_shape(replayed))]
     return [*parts, *_served(metrics)]
 
@@ -177,7 +185,8 @@ def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
 def _served(metrics: dict[str, Any]) -> list[str]:
     parity = metrics.get("parity") or {}
     if metrics.get("served_left_out"):
-        return [f"<h3>Served by SGLang</h3><p>Left out: {html.escape(metrics['served_left_out'])}.</p>"]
+        title, why = "Served by SGLang; parity of the served number", html.escape(metrics["served_left_out"])
+        return [f"<h3>{title}</h3><p>Left out: {why}.</p>"]
     rows = metrics.get("served") or []
     parts = ["<h3>Served by SGLang</h3>" + table(rows)] if rows else []
     parts += [_figure(lambda: acceptance_plots.served_speed(rows))] if rows else []
@@ -207,8 +216,8 @@ def _causes(parity: dict[str, Any]) -> str:
 
 
 def _states(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
-    lists = [table(rows_of(value)) for value in metrics.values() if isinstance(value, list) and rows_of(value)]
-    return [scalars(metrics), *lists]
+    layers = [{k: v for k, v in row.items() if isinstance(v, str | int | float)} for row in metrics.get("layers", [])]
+    return [scalars({k: v for k, v in metrics.items() if k != "position_edges"}), table(layers)]
 
 
 _Draw = Callable[[dict[str, Any], Path, dict | None], Sequence[str]]
@@ -240,7 +249,7 @@ def _cell(value: Any) -> str:
         return f'<td class="number">{_number(value)}</td>'
     if isinstance(value, list):
         return f"<td>{html.escape('  '.join(map(_number, value)))}</td>"
-    text = html.escape(str(value))
+    text = "" if value in ({}, None) else html.escape(str(value))
     return f'<td class="bad">{text}</td>' if value in ("fail", "FAILED", "NO") else f"<td>{text}</td>"
 
 
@@ -256,7 +265,9 @@ def _is_flat_list(value: Any) -> bool:
 
 def _figure(draw: Callable[[], Any]) -> str:
     try:
-        return f'<p><img alt="figure" src="{svg_uri(draw())}"></p>'
+        drawn = draw()
+        title = drawn.get_suptitle() or drawn.axes[0].get_title(loc="left")
+        return f'<p><img alt="{html.escape(title)}" src="{svg_uri(drawn)}"></p>'
     except (KeyError, ValueError, IndexError) as error:  # records of another version; the page must not fail for one
         return f"<p>No figure from these records: {html.escape(f'{type(error).__name__}: {error}')}.</p>"
 
@@ -279,8 +290,7 @@ def _step_rows(teacher_forced: dict[str, dict[str, Any]]) -> list[dict[str, Any]
     ]
 
 
-def _notebook(run_folder: Path, stage: str) -> str | None:
-    names = (f"{stage}/notebook.html", f"{stage}/notebook.ipynb")
+def _beside(run_folder: Path, *names: str) -> str | None:
     return next((name for name in names if (run_folder / name).is_file()), None)
 
 

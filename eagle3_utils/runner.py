@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
 
-from eagle3_utils import runs
+from eagle3_utils import runs, summary
 from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_named, stage_parameters
 from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.errors import UserError
@@ -37,6 +38,10 @@ from eagle3_utils.lineage import UPSTREAM, stage_inputs
 
 # Progress bars of libraries redraw themselves into thousands of lines of a saved notebook.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
+# The page of a notebook is read offline too: without the scripts that the template fetches (we have no formulas).
+_HTML_TEMPLATE = "{% extends 'lab/index.html.j2' %}" + "".join(
+    f"{{% block html_head_js{part} %}}{{% endblock %}}" for part in ("", "_mathjax", "_mermaidjs")
+)
 _KERNEL_STOP_SECONDS = 180  # a checkpoint and the stop of a large server fit in here
 
 
@@ -68,7 +73,9 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
         check_notebook(stage, flat[stage])
     parse_sources(configs["01_merge_data"].sources, Path())
     run_folder = runs.resolve_path(configs[stages[0]].run_dir)
-    with _sole_runner(run_folder), _Interrupts() as interrupts:
+    again = ["eagle3", "run", str(summary.short_path(parameters_path.resolve()))]
+    again += [word for override in overrides for word in ("--set", override)]
+    with _sole_runner(run_folder, shlex.join(again)), _Interrupts() as interrupts:
         made: set[str] = set()
         for stage in stages:
             # What follows from a stage that was just made again is made again too.
@@ -122,7 +129,8 @@ def _is_current(config: StageConfig, run_folder: Path, force: bool) -> bool:
 def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _Interrupts) -> None:
     folder = run_folder / stage
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "DONE.json").unlink(missing_ok=True)
+    for left in ("DONE.json", "progress.json"):
+        (folder / left).unlink(missing_ok=True)
     (folder / "parameters.yaml").write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     print(f"{stage}: running, log in {folder / 'run.log'}", flush=True)
     output = folder / "notebook.ipynb"
@@ -142,7 +150,9 @@ def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _
     except (PapermillExecutionError, DeadKernelError) as error:
         if interrupts.received:
             raise KeyboardInterrupt from None
-        raise UserError(_why(error), f"notebooks/{stage}.ipynb", f"see {folder / 'notebook.html'}") from None
+        raise _failure(error, stage, folder / "notebook.html") from None
+    except OSError as error:  # a full disk: papermill saves the notebook after every cell
+        raise UserError(f"cannot run or save the notebook: {error}", str(output)) from None
     finally:
         interrupts.kernel = None
         if kernel.has_kernel:
@@ -153,11 +163,15 @@ def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _
         raise UserError(f"the notebook ended without finishing its stage: no {folder / 'DONE.json'}")
 
 
-def _why(error: PapermillExecutionError | DeadKernelError) -> str:
-    """A user's mistake in its own words; anything else with its class, since it is a defect."""
+def _failure(error: PapermillExecutionError | DeadKernelError, stage: str, page: Path) -> UserError:
+    """A user's mistake in its own words; a defect by its class, first line and notebook. The traceback is in `page`."""
+    details = f"details: {page}"
     if isinstance(error, DeadKernelError):
-        return "the notebook's kernel died (killed, or out of memory?)"
-    return error.evalue if error.ename == "UserError" else f"{error.ename}: {error.evalue}"
+        return UserError("the kernel died (killed, or out of memory?)", f"notebooks/{stage}.ipynb", details)
+    if error.ename == "UserError":
+        return UserError(error.evalue, fix=details)
+    first = (error.evalue.splitlines() or [""])[0]
+    return UserError(f"{error.ename}: {first}", f"notebooks/{stage}.ipynb", details)
 
 
 def _write_html(notebook: Path) -> None:
@@ -165,7 +179,7 @@ def _write_html(notebook: Path) -> None:
     if not notebook.is_file():
         return
     try:
-        body, _ = HTMLExporter().from_notebook_node(nbformat.read(notebook, as_version=4))
+        body, _ = HTMLExporter(raw_template=_HTML_TEMPLATE).from_notebook_node(nbformat.read(notebook, as_version=4))
     except (ValueError, OSError) as error:  # nbconvert without its templates
         print(f"no HTML beside {notebook}: {str(error).splitlines()[0]}", file=sys.stderr)
         return
@@ -173,16 +187,19 @@ def _write_html(notebook: Path) -> None:
 
 
 @contextlib.contextmanager
-def _sole_runner(run_folder: Path) -> Iterator[None]:
-    """Hold the run folder's lock; the kernel drops it when this process dies, however it dies."""
+def _sole_runner(run_folder: Path, command: str) -> Iterator[None]:
+    """Hold the run folder's lock; the kernel drops it when this process dies, however it dies.
+
+    The file has this process's pid, then the command that goes on with the run (`runs.read_runner`).
+    """
     run_folder.mkdir(parents=True, exist_ok=True)
     with open(run_folder / "runner.pid", "a+") as file:
         if not _lock(file):
             file.seek(0)
-            raise UserError(f"another runner (pid {file.read().strip()}) is at work here", str(run_folder))
+            raise UserError(f"another runner (pid {file.readline().strip()}) is at work here", str(run_folder))
         file.seek(0)
         file.truncate()
-        file.write(str(os.getpid()))
+        file.write(f"{os.getpid()}\n{command}\n")
         file.flush()
         yield
 
@@ -237,7 +254,7 @@ def stop(run_folder: Path, timeout_seconds: float = 2 * _KERNEL_STOP_SECONDS) ->
         if _lock(file):
             raise UserError("no runner is at work here", str(run_folder))
         file.seek(0)
-        pid = int(file.read())
+        pid = int(file.readline())
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + timeout_seconds
         while not _lock(file):

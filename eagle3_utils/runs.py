@@ -101,6 +101,13 @@ def read_done(run_folder: Path, stage: str) -> dict | None:
     return read_json(run_folder / stage / "DONE.json")
 
 
+def read_runner(run_folder: Path) -> tuple[int, str] | None:
+    """The pid of a run folder's last `eagle3 run`, and the command that goes on with it; None if there was none."""
+    path = run_folder / "runner.pid"
+    pid, _, command = path.read_text().partition("\n") if path.is_file() else ("", "", "")
+    return (int(pid), command.strip()) if pid else None
+
+
 def config_values(config: StageConfig) -> dict[str, Any]:
     """The parameters that decide what a stage makes."""
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in _HOW_KEYS}

@@ -10,6 +10,8 @@ from typing import Any
 from eagle3_utils import runs
 from eagle3_utils.config import STAGES
 
+WHERE = "report, notebooks"  # label of the row that says where they are
+
 
 def result_rows(run_folder: Path) -> list[tuple[str, str]]:
     """(label, value) pairs from the stages' metrics.json; stages that are not done are left out."""
@@ -34,9 +36,7 @@ def result_rows(run_folder: Path) -> list[tuple[str, str]]:
         verdicts = {True: "yes", False: "NO", None: "not checked (nothing was decoded)"}
         rows.append(("output equals plain greedy decoding", verdicts[evaluation["identical"]]))
         rows += _served_rows(evaluation)
-    rows.append(
-        ("report, notebooks", f"{short_path(run_folder)}/report.html, {short_path(run_folder)}/*/notebook.ipynb")
-    )
+    rows.append((WHERE, f"{short_path(run_folder)}/report.html, {short_path(run_folder)}/*/notebook.ipynb"))
     return rows
 
 
@@ -57,6 +57,7 @@ def _served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
     """One dict per stage: stage, state (done, running, stopped, waiting), and what its progress.json says."""
     rows = []
+    runner_works = _runner_works(run_folder)
     for stage in STAGES:
         done, progress = runs.read_done(run_folder, stage), runs.read_json(run_folder / stage / "progress.json")
         if done:
@@ -64,9 +65,19 @@ def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
         elif progress:
             state = "running" if _alive(progress["pid"]) else "stopped"
             rows.append(progress | {"state": state, "age_seconds": round(time.time() - progress["updated"], 1)})
+        elif (run_folder / stage / "parameters.yaml").is_file():  # begun by the runner, not yet by the notebook
+            rows.append({"stage": stage, "state": "running" if runner_works else "stopped"})
         else:
             rows.append({"stage": stage, "state": "waiting"})
     return rows
+
+
+def how_to_go_on(run_folder: Path, rows: list[dict[str, Any]]) -> str | None:
+    """What to type when nobody works at an unfinished run; None when somebody does, it is done, or never began."""
+    runner, states = runs.read_runner(run_folder), {row["state"] for row in rows}
+    if runner is None or _runner_works(run_folder) or "running" in states or states == {"done"}:
+        return None
+    return f"stopped; to go on: {runner[1]}"
 
 
 def format_stage(row: dict[str, Any]) -> str:
@@ -94,6 +105,11 @@ def _number(value: Any) -> str:
 def short_path(path: Path) -> Path:
     """Relative to the repository where it lies inside."""
     return path.relative_to(runs.repo_root()) if path.is_relative_to(runs.repo_root()) else path
+
+
+def _runner_works(run_folder: Path) -> bool:
+    runner = runs.read_runner(run_folder)
+    return runner is not None and _alive(runner[0])
 
 
 def _alive(pid: int) -> bool:

@@ -24,6 +24,7 @@ def test_its_tokenizer_splits_digits_round_trips_and_ends_turns(example_target):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert [tokenizer.decode([i]) for i in tokenizer.encode("2024")] == ["2", "0", "2", "4"]
+    assert not tokenizer.clean_up_tokenization_spaces  # transformers would warn at the first decode
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.eos_token_id == 2
 
 

@@ -1,11 +1,11 @@
-"""Figures of notebooks 05 and 06 and the shared style: what is drawn is what was given."""
+"""Figures of notebooks 02, 05 and 06 and the shared style: what is drawn is what was given."""
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from eagle3_utils.acceptance.offline import Interval
-from eagle3_utils.plots import acceptance, stats, style
+from eagle3_utils.plots import acceptance, serving, stats, style
 from eagle3_utils.stats import LayerStatistics, StateStatistics
 
 
@@ -19,6 +19,7 @@ def heights(figure):
 
 SUMMARY = {
     source: {
+        "num_samples": 7,
         "conditional": rising(0.6, 0.5), "accuracy": rising(0.6, 0.4), "baseline": rising(0.1, 0.1),
         "overlap": rising(0.5, 0.4), "out_of_vocab": rising(0.2, 0.2),
     }
@@ -30,7 +31,7 @@ SUMMARY = {
 def test_a_line_per_source_with_its_values(name):
     figure = acceptance.by_step(SUMMARY, name, baseline=name == "accuracy")
     lines = figure.axes[0].lines
-    assert [line.get_label() for line in lines][:2] == ["all", "chat"]
+    assert [line.get_label() for line in lines][:2] == ["all (7 samples)", "chat (7 samples)"]
     assert list(lines[0].get_ydata()) == [interval.value for interval in SUMMARY["all"][name]]
     assert len(lines) == (3 if name == "accuracy" else 2)
 
@@ -70,7 +71,7 @@ def test_nothing_decoded_still_gives_figures():
         acceptance.accept_length_by_shape({}),
         acceptance.served_speed([]),
     ):
-        assert isinstance(figure, Figure) and figure._repr_png_().startswith(b"\x89PNG")
+        assert isinstance(figure, Figure) and figure._repr_png_()[0].startswith(b"\x89PNG")
 
 
 @pytest.fixture
@@ -97,7 +98,17 @@ def test_every_figure_of_notebook_06_draws_each_state(statistics):
     peaks = stats.peaks_by_position(statistics).axes[0].lines
     assert list(peaks[0].get_ydata())[:2] == [450.0, 3.0] and peaks[2].get_ydata()[0] == 100.0
     assert "0.30" in [text.get_text() for text in stats.cosine_between_states(statistics).axes[0].texts]
-    assert stats.norm_distribution(statistics)._repr_png_().startswith(b"\x89PNG")
+    assert stats.norm_distribution(statistics)._repr_png_()[0].startswith(b"\x89PNG")
+
+
+def test_a_legend_stands_beside_the_axes_and_inside_the_figure():
+    cosines = {"aux[0]": [0.2, 1.0, 0.9], "final": [0.1, 0.2, 1.0]}
+    figure = serving.layer_match(cosines, [1, 2])
+    ax = figure.axes[0]
+    assert [line.get_xdata()[0] for line in ax.lines if line.get_label() not in cosines] == [1, 2]
+    figure.canvas.draw()
+    box = ax.get_legend().get_window_extent()
+    assert ax.get_window_extent().x1 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_series_differ_without_colour():

@@ -33,7 +33,7 @@ def test_every_figure_names_the_sources_and_units(statistics):
     assert "code" in shares and "0.50" in shares
     assert "10: 50.00%" in texts(figures.vocabulary_coverage(statistics, (10, 20)))
     missed = texts(figures.missed_by_source(statistics, (10, 20)))
-    assert "D 10" in missed and "D 20" in missed and "code" in missed and "50.0%" in missed  # 11, 13, … of 11 to 20
+    assert "D = 10" in missed and "D = 20" in missed and "code" in missed and "50.0%" in missed  # 11, 13, … of 11 to 20
     assert "15 of 100 tokens occur" in texts(figures.token_frequencies(statistics))
     assert "limit 16" in texts(figures.response_lengths({"chat": [1, 2], "code": [16]}, 16))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
@@ -26,7 +27,7 @@ EVALUATION = {
     "accept_length_from": "decoded", "identical": True, "num_prompts": 4, "shape": [3, 1, 4],
     "accept_lengths": {"decoded": {"all": interval(1.46), "chat": interval(1.5)}},
     "replayed": {"1 · 1 · 2": interval(1.3)},
-    "teacher_forced": {"all": {"supervised": [10, 8]} | {
+    "teacher_forced": {"all": {"num_samples": 4, "supervised": [10, 8]} | {
         name: by_step(0.5, 0.25)
         for name in ("accuracy", "conditional", "overlap", "out_of_vocab", "baseline", "accept_length")
     }},
@@ -48,7 +49,7 @@ def run_folder(tmp_path_factory):
         "01_merge_data": {"num_samples": 10, "num_tokens": 1234, "supervised_share": 0.5,
                           "counts": {"train": {"samples": 9, "tokens": 1000}},
                           "statistics": [{"source": "chat & co", "samples": 10, "tokens": 1234}],
-                          "draft_vocab_coverage": {"8192": 0.99}},
+                          "draft_vocab_coverage": {"8192": 0.99}, "draft_vocab_coverage_held_out": {"8192": 0.875}},
         "02_patch_and_probe": {"num_gates": 1, "passed": False},
         "04_train_draft": {"validation_accuracy": [0.5, 0.25], "baseline_accuracy": 0.05, "accept_length": 1.6,
                            "report": {"steps": 4, "validation": {
@@ -65,6 +66,7 @@ def run_folder(tmp_path_factory):
     gate = {"name": "layers", "measured": "cosine 0.97", "threshold": "0.99", "verdict": "fail"}
     write_json(folder / "02_patch_and_probe" / "probe.json", {"gates": [gate]})
     (folder / "04_train_draft" / "notebook.ipynb").touch()
+    (folder / "04_train_draft" / "parameters.yaml").touch()
     (folder / "05_evaluate_acceptance" / "notebook.html").touch()
     journal = folder / "data" / "draft" / "metrics.jsonl"
     journal.parent.mkdir(parents=True)
@@ -88,13 +90,17 @@ def test_the_page_has_every_section_that_is_done_its_figures_and_its_links(page)
     for words in (
         "chat &amp; co", "cosine 0.97", '<td class="bad">fail</td>', "corpus 01234567", "draft feedbeef",
         "1.460 [1.360, 1.560]", "FAILED</span> explained by: lm_head is &lt;missing&gt;", "accepted at least", "0.4",
-        "25.0% of the verifications", "1.710 [1.610, 1.810]",
+        "25.0% of the verifications", "1.710 [1.610, 1.810]", "<td>87.50%</td>", 'alt="Training"',
     ):  # fmt: skip
         assert words in page, words
 
 
 def test_the_page_stands_alone(run_folder, page):
-    assert "<script" not in page and not re.search(r'(src|href)="(https?:|/)', page)
+    figures = [base64.b64decode(data).decode() for data in re.findall(r"svg\+xml;base64,([^\"]+)", page)]
+    for text in (page, *figures):
+        assert not re.search(r"""<(script|link|iframe)|@import|url\((?!["']?#)|(src|href)=["'](\w+:)?/""", text)
+    links = re.findall(r'href="([^"]+)"', page)
+    assert len(links) == 3 and all((run_folder / link).is_file() for link in links)
     assert "@media print" in page
     assert [path.name for path in run_folder.iterdir() if path.is_file()] == ["report.html"]
 

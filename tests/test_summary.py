@@ -70,3 +70,19 @@ def test_status_tells_running_from_stopped_by_the_process(tmp_path):
     line = summary.format_stage(summary.stage_rows(tmp_path)[1])
     assert "3/9 samples" in line and "tokens_per_second 12.5" in line
     json.dumps(summary.stage_rows(tmp_path))
+
+
+def test_status_after_a_stop_says_stopped_and_how_to_go_on(tmp_path):
+    """The runner ended before the notebook wrote any progress; while a runner works, the same folder is running."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "00_generate_responses").mkdir()
+    (tmp_path / "00_generate_responses" / "parameters.yaml").touch()
+    assert summary.how_to_go_on(tmp_path, summary.stage_rows(tmp_path)) is None
+    found = {}
+    for pid in (ended.pid, os.getpid()):
+        (tmp_path / "runner.pid").write_text(f"{pid}\neagle3 run p.yaml\n")
+        rows = summary.stage_rows(tmp_path)
+        found[pid] = rows[0]["state"], rows[1]["state"], summary.how_to_go_on(tmp_path, rows)
+    assert found[ended.pid] == ("stopped", "waiting", "stopped; to go on: eagle3 run p.yaml")
+    assert found[os.getpid()] == ("running", "waiting", None)

@@ -25,14 +25,15 @@ def by_step(summary: dict[str, dict[str, Any]], figure: str = "conditional", bas
     title, label = titles[figure]
     fig, ax = style.figure(f"{title} (teacher-forced)", "drafting step", label)
     for index, (source, figures) in enumerate(summary.items()):
-        _line(ax, figures[figure], source, index)
+        label = f"{source} ({figures['num_samples']:,} samples)"
+        _line(ax, figures[figure], label, index, shift=0.06 * (index - (len(summary) - 1) / 2))
     if baseline:
         values = [interval.value for interval in summary[ALL]["baseline"]]
         look = {"color": style.GREY, "linestyle": ":", "linewidth": 1.2}
         ax.plot(range(len(values)), values, label="most frequent token", **look)
     ax.set_ylim(bottom=0)
     ax.set_xticks(range(len(next(iter(summary.values()))[figure])))
-    style.legend(ax, ncols=2)
+    style.legend(ax)
     return fig
 
 
@@ -49,7 +50,7 @@ def accept_length_by_source(figures: dict[str, dict[str, Interval]], title: str 
         {name: [(interval.low, interval.high) for interval in row] for name, row in found.items()},
     )
     ax.axhline(1.0, color=style.GREY, linewidth=0.9, linestyle=":")
-    style.legend(ax, loc="upper right", ncols=len(figures))
+    style.legend(ax)
     return fig
 
 
@@ -57,7 +58,8 @@ def positions_beside(curves: dict[str, Sequence[Interval | float]], title: str =
     """Conditional acceptance by drafted position, one line per way of finding it (teacher-forced, decoded, served)."""
     fig, ax = style.figure(title, "drafted position", "accepted, given the ones before")
     for index, (name, values) in enumerate(curves.items()):
-        _line(ax, [v if isinstance(v, Interval) else Interval(v, v, v) for v in values], name, index)
+        values = [v if isinstance(v, Interval) else Interval(v, v, v) for v in values]
+        _line(ax, values, name, index, shift=0.06 * (index - (len(curves) - 1) / 2))
     ax.set_ylim(0, 1)
     ax.set_xticks(range(max(len(values) for values in curves.values())))
     style.legend(ax)
@@ -66,7 +68,7 @@ def positions_beside(curves: dict[str, Sequence[Interval | float]], title: str =
 
 def accepted_histogram(counts: Sequence[int], title: str = "Draft tokens accepted per verification") -> Figure:
     """Share of verifications that accepted 0, 1, … draft tokens."""
-    fig, ax = style.figure(title, "draft tokens accepted", "share of verifications")
+    fig, ax = style.figure(f"{title} (n = {sum(counts):,})", "draft tokens accepted", "share of verifications")
     shares = np.asarray(counts) / max(1, sum(counts))
     style.grouped_bars(ax, [str(number) for number in range(len(counts))], {"verifications": shares.tolist()})
     return fig
@@ -87,13 +89,17 @@ def served_speed(rows: Sequence[dict[str, Any]]) -> Figure:
         points = [(row["concurrency"], row["tokens/s"]) for row in rows if row["draft"] == name]
         ax.plot(*zip(*points, strict=True), label=name, **style.series(index))
     ax.set_xscale("log", base=2)
+    ax.set_xticks(levels := sorted({row["concurrency"] for row in rows}), map(str, levels))
     ax.set_ylim(bottom=0)
+    if not rows:
+        ax.text(0.5, 0.5, "nothing was served", transform=ax.transAxes, ha="center", fontsize=style.TEXT_SIZE)
     style.legend(ax)
     return fig
 
 
-def _line(ax, values: Sequence[Interval], name: str, index: int) -> None:
-    steps = np.arange(len(values))
-    ax.plot(steps, [interval.value for interval in values], label=name, **style.series(index))
-    colour = style.series(index)["color"]
-    ax.fill_between(steps, [v.low for v in values], [v.high for v in values], color=colour, alpha=0.15, linewidth=0)
+def _line(ax, values: Sequence[Interval], name: str, index: int, shift: float) -> None:
+    """A line with whiskers, moved aside by `shift` so that the whiskers of several stand side by side."""
+    steps = np.arange(len(values)) + shift
+    look = style.series(index)
+    ax.plot(steps, [interval.value for interval in values], label=name, **look)
+    ax.vlines(steps, [v.low for v in values], [v.high for v in values], color=look["color"], linewidth=0.9)

@@ -26,7 +26,8 @@ def length_histogram(statistics: CorpusStatistics, max_seq_len: int) -> Figure:
     bottom = np.zeros(len(edges) - 1)
     for index, source in enumerate(statistics.sources):
         counts, _ = np.histogram(statistics.lengths(source), edges)
-        ax.bar(edges[:-1], counts, np.diff(edges), bottom=bottom, align="edge", label=source, **style.bar(index))
+        look = style.bar(index) | {"label": f"{source} ({counts.sum():,})"}
+        ax.bar(edges[:-1], counts, np.diff(edges), bottom=bottom, align="edge", **look)
         bottom += counts
     if longest >= 0.8 * max_seq_len:
         ax.axvline(max_seq_len, color="black", linestyle="--", linewidth=1.0, label=f"max_seq_len {max_seq_len}")
@@ -39,17 +40,17 @@ def response_lengths(lengths: dict[str, list[int]], max_new_tokens: int) -> Figu
     fig, ax = style.figure("Response lengths", x="generated tokens", y="share of responses, cumulated")
     for index, (source, values) in enumerate(sorted(lengths.items())):
         values = np.sort(np.asarray(values))
-        look = style.series(index) | {"markevery": max(1, len(values) // 8)}
-        ax.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=source, **look)
-    ax.axvline(max_new_tokens, color="black", linestyle=":", linewidth=1.0, label=f"limit {max_new_tokens}")
+        look = style.series(index) | {"markevery": max(1, len(values) // 8), "label": f"{source} ({len(values):,})"}
+        ax.step(values, np.arange(1, len(values) + 1) / len(values), where="post", **look)
+    ax.axvline(max_new_tokens, color="black", linestyle=":", linewidth=1.0, label=f"limit {max_new_tokens} (this run)")
     ax.set_ylim(0, 1.02)
-    style.legend(ax, loc="lower right")
+    style.legend(ax)
     return fig
 
 
 def supervised_share(statistics: CorpusStatistics) -> Figure:
     """Supervised tokens over all tokens, of the largest sources."""
-    fig, ax = style.figure("Supervised share by source", y="supervised tokens / tokens")
+    fig, ax = style.figure("Supervised share by source", x="source", y="supervised tokens / tokens")
     rows = statistics.table(top=12)[:-1]
     style.grouped_bars(ax, [row["source"] for row in rows], {"share": [row["supervised_share"] for row in rows]})
     ax.set_ylim(0, 1)
@@ -61,9 +62,7 @@ def vocabulary_coverage(statistics: CorpusStatistics, sizes: tuple[int, ...] = D
     fig, ax = style.figure("What a draft vocabulary covers", x="draft vocabulary size D", y="supervised tokens covered")
     ranked = statistics.ranked_tokens()
     places = np.unique(np.geomspace(1, len(ranked), 400).astype(int))
-    for index, (split, label) in enumerate(
-        (("train", "training text, on which it is chosen"), ("val", "held-out text"))
-    ):
+    for index, (split, label) in enumerate((("train", "training text"), ("val", "held-out text"))):
         counts = statistics.token_counts(split)[ranked]
         covered = np.cumsum(counts) / max(1, counts.sum())
         look = style.series(index) | {"marker": ""}
@@ -73,19 +72,19 @@ def vocabulary_coverage(statistics: CorpusStatistics, sizes: tuple[int, ...] = D
         ax.plot(size, covered[size - 1], **style.series(index + 2) | {"linestyle": ""}, label=label)
     ax.set_xscale("log")
     ax.set_ylim(0, 1.03)
-    style.legend(ax, loc="lower right")
+    style.legend(ax)
     return fig
 
 
 def missed_by_source(statistics: CorpusStatistics, sizes: tuple[int, ...] = DRAFT_VOCAB_SIZES) -> Figure:
     """Share of each source's held-out supervised tokens that one draft vocabulary for all lacks, a bar per size."""
-    fig, ax = style.figure("What it lacks of each source", y="held-out supervised tokens lacking")
+    fig, ax = style.figure("Tokens outside the draft vocabulary", x="source", y="share of held-out supervised tokens")
     shares = statistics.coverage_by_source("val", sizes)
     largest = [row["source"] for row in statistics.table(top=8) if row["source"] in shares]
     known = [str(size) for size in sizes if all(str(size) in shares[source] for source in largest)]
-    groups = {f"D {int(size):,}": [1 - shares[source][size] for source in largest] for size in known}
+    groups = {f"D = {int(size):,}": [1 - shares[source][size] for source in largest] for size in known}
     style.grouped_bars(ax, largest, groups, text_format="{:.1%}")
-    style.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    style.legend(ax)
     return fig
 
 

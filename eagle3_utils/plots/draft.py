@@ -32,8 +32,8 @@ def vocabulary_coverage(token_counts: np.ndarray, draft_vocab_size: int) -> Figu
 
 
 def training_curves(train: Sequence[dict[str, Any]], validation: Sequence[dict[str, Any]]) -> Figure:
-    """Eight panels over optimiser steps, from the entries of `read_journal`."""
-    fig, axes = figure("Training", x="optimiser step", rows=2, columns=4)
+    """Eight panels over optimiser steps, from the entries of `read_journal`; a page wide, to be legible in print."""
+    fig, axes = figure("Training", x="optimiser step", rows=4, columns=2, height=10)
     train = train[:: 1 + len(train) // MAX_POINTS]
     steps = [entry["step"] for entry in train]
     panels = (
@@ -43,21 +43,21 @@ def training_curves(train: Sequence[dict[str, Any]], validation: Sequence[dict[s
         ("tokens_per_second", "tokens / s"),
         ("wait_share", "share of time waiting for data"),
     )
-    for ax, (name, label) in zip((axes[0, 0], *axes[1]), panels, strict=True):
+    for ax, (name, label) in zip((axes[0, 0], *axes[2:].flat), panels, strict=True):
         ax.plot(steps, [entry[name] for entry in train], **(series(0) | {"marker": ""}))
         ax.set_ylabel(label)
     checked = [entry["step"] for entry in validation]
     for ax, at, entries, marks, what in (
         (axes[0, 1], checked, validation, {}, "validation"),
-        (axes[0, 3], steps, train, {"marker": ""}, "training"),
+        (axes[1, 1], steps, train, {"markevery": max(1, len(train) // 8)}, "training"),
     ):
         for step in range(len(entries[0]["accuracy"]) if entries else 0):
             values = [entry["accuracy"][step] for entry in entries]
             ax.plot(at, values, label=f"step {step}", **(series(step) | marks))
         ax.set_ylabel(f"{what} accuracy by unroll step")
         legend(ax)
-    axes[0, 2].plot(checked, [entry["accept_length"] for entry in validation], **series(1))
-    axes[0, 2].set_ylabel("simulated accept length (with bonus)")
+    axes[1, 0].plot(checked, [entry["accept_length"] for entry in validation], **series(0))
+    axes[1, 0].set_ylabel("simulated accept length (with bonus)")
     return fig
 
 
@@ -95,9 +95,8 @@ def acceptance_by_step(validation: dict[str, Any]) -> Figure:
         "baseline": "most frequent token",
     }
     title = f"Best draft on validation: accept length {validation['accept_length']:.2f}"
-    fig, ax = figure(title, y="share of supervised positions", width=max(6.4, 1.5 * len(steps)))
+    fig, ax = figure(title, y="share of supervised positions", width=max(7.2, 1.5 * len(steps)))
     grouped_bars(ax, steps, {label: validation[name] for name, label in names.items()})
     ax.set_xlabel("step of the unroll", fontsize=9)
-    ax.set_ylim(0, 1.25 * max(0.1, *(value for name in names for value in validation[name])))
-    legend(ax, ncols=2, loc="upper right")
+    legend(ax)
     return fig

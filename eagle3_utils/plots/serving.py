@@ -14,11 +14,12 @@ def layer_match(layer_cosines: dict[str, list[float]], expected: list[int]) -> F
     layer_cosines : captured tensor → mean cosine with boundary 0…n.
     expected : the boundary each tensor should be; marked by a vertical line.
     """
-    fig, ax = style.figure("Captured tensors against every boundary", "boundary (0 = embedding)", "1 - mean cosine")
+    title, label = "Captured tensors against every boundary", "boundary (0: embedding; vertical: expected)"
+    fig, ax = style.figure(title, label, "1 − mean cosine")
     for number, (name, cosines) in enumerate(layer_cosines.items()):
         look = style.series(number)
         ax.plot(np.maximum(1e-7, 1 - np.asarray(cosines)), label=name, **look)
-        ax.axvline(expected[number], color=look["color"], linewidth=0.8, alpha=0.5)
+        ax.axvline(expected[number], color=style.GREY, linewidth=0.8, alpha=0.5, zorder=1)
     ax.set_yscale("log")
     style.legend(ax)
     return fig

@@ -19,13 +19,15 @@ def peaks_by_position(statistics: StateStatistics) -> Figure:
     """Largest entry per bucket of positions over the state's median one; "massive" begins at the dotted line."""
     values = [layer.peak_by_position for layer in statistics.layers]
     fig = _by_position(statistics, values, "Largest activation by position", "largest |entry| / median |entry|")
-    fig.axes[0].axhline(statistics.massive_ratio, color=style.GREY, linewidth=0.9, linestyle=":")
+    look = {"color": style.GREY, "linewidth": 0.9, "linestyle": ":"}
+    fig.axes[0].axhline(statistics.massive_ratio, label=f"massive: {statistics.massive_ratio:,.0f}", **look)
+    style.legend(fig.axes[0])
     return fig
 
 
 def norm_distribution(statistics: StateStatistics) -> Figure:
     """Median, quartiles and 1 % … 99 % of the norms, per captured state."""
-    fig, ax = style.figure("Distribution of norms", "captured state", "L2 norm")
+    fig, ax = style.figure("Distribution of norms", "captured state", "L2 norm (box: quartiles; whiskers: 1–99 %)")
     boxes = [
         {"whislo": q[0], "q1": q[1], "med": q[2], "q3": q[3], "whishi": q[4], "fliers": []}
         for q in (layer.norm_quantiles for layer in statistics.layers)
@@ -57,10 +59,10 @@ def spectrum(statistics: StateStatistics) -> Figure:
         look = style.series(index) | {"marker": None}
         name = f"{layer.name}: effective rank {layer.effective_rank:.0f}"
         ax.plot(np.arange(1, len(shares) + 1), shares, label=name, **look)
-    ax.axhline(0.9, color=style.GREY, linewidth=0.8, linestyle=":")
+    ax.axhline(0.9, color=style.GREY, linewidth=0.8, linestyle=":", label="90 %")
     ax.set_xscale("log")
     ax.set_ylim(0, 1.02)
-    style.legend(ax, loc="lower right")
+    style.legend(ax)
     return fig
 
 

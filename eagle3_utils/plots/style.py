@@ -26,16 +26,17 @@ SEQUENTIAL = "viridis"  # prints from dark to light
 DIVERGING = "RdBu_r"
 GREY = "#666666"
 TEXT_SIZE = 9
-DOTS_PER_INCH = 110
+DOTS_PER_INCH = 110  # on screen; files hold twice as many, for print
 
 
 class NotebookFigure(Figure):
     """A Figure that draws itself in a notebook without pyplot being imported."""
 
-    def _repr_png_(self) -> bytes:
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         buffer = io.BytesIO()
-        self.savefig(buffer, format="png")
-        return buffer.getvalue()
+        self.savefig(buffer, format="png", dpi=2 * DOTS_PER_INCH)
+        width, height = (round(inches * DOTS_PER_INCH) for inches in self.get_size_inches())
+        return buffer.getvalue(), {"width": width, "height": height}
 
 
 def figure(
@@ -51,11 +52,11 @@ def figure(
 ) -> tuple[Figure, Axes | np.ndarray]:
     """An empty figure in the house style; ``x`` and ``y`` label every axis (give the unit).
 
-    ``width`` and ``height`` are inches for the whole figure (default 4.6 × 3.0 per panel, 6.4 × 3.4 for a single one).
+    ``width`` and ``height`` are inches for the whole figure (default 4.6 × 3.0 per panel, 7.2 × 3.4 for a single one).
     Returns ``(figure, axes)``: one Axes, or an array [rows, columns] of them when there are several.
     """
     panels = rows * columns
-    width = width or (6.4 if panels == 1 else 4.6 * columns)
+    width = width or (7.2 if panels == 1 else 4.6 * columns)
     height = height or (3.4 if panels == 1 else 3.0 * rows)
     fig = NotebookFigure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(fig)
@@ -119,11 +120,11 @@ def grouped_bars(
     ax.margins(y=0.14)
 
 
-def legend(ax: Axes, **options) -> None:
-    """A frameless legend; left out when the axis has a single series or none."""
+def legend(ax: Axes) -> None:
+    """A frameless legend beside the axes, where it hides nothing; left out when there is a single series or none."""
     handles, _ = ax.get_legend_handles_labels()
     if len(handles) > 1:
-        ax.legend(frameon=False, fontsize=TEXT_SIZE - 1, **options)
+        ax.legend(frameon=False, fontsize=TEXT_SIZE - 1, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def annotate_heatmap(ax: Axes, values_RC: np.ndarray, text_format: str = "{:.2f}", middle: float | None = None) -> None:
@@ -141,7 +142,7 @@ def save(figures: Iterable[tuple[str, Figure]], folder: Path | str) -> list[Path
     paths = []
     for name, fig in figures:
         path = folder / f"{name}.png"
-        fig.savefig(path, dpi=150)
+        fig.savefig(path, dpi=2 * DOTS_PER_INCH)
         paths.append(path)
     return paths
 

@@ -2,10 +2,13 @@
 
     .venv/bin/python benchmarks/store.py [--hidden 576] [--gib 1.0] [--folder outputs/bench-store]
 
-Every way ends with the sample's auxiliary and final states copied into a batch buffer, as training does. "cold" drops
-the files' pages from the page cache first (posix_fadvise; the disk's own cache stays). The passes of all ways are
-interleaved, so that a slow moment of the machine hits all of them: rates are the best of the rounds, ratios the median
-over the rounds. At the end: how fast a core encodes and decodes, and how fast `verify --deep` reads.
+Every way fills the same batches of 32,768 tokens with auxiliary and final states, as training does; the bound is a
+plain file of the same bytes, read with `readinto` into the same tensors. "reused": the memory of one batch, used again
+and again, as page-locked memory is. "fresh": new tensors for every batch, as without a GPU; for this store that is all
+of `PackedDataset.load`, masks and positions included. "cold" drops the files' pages from the page cache first
+(posix_fadvise; the disk's own cache stays). The passes of all ways are interleaved, so that a slow moment of the
+machine hits all of them: rates are the best of the rounds, ratios the median over the rounds. At the end: how fast a
+core encodes and decodes, and how fast `verify --deep` reads.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import os
 import shutil
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +24,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_utils.states.codec import decode, encode
+from eagle3_utils.states.dataset import PackedDataset
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
 
-NUM_AUX = 3
+NUM_AUX, BATCH_TOKENS = 3, 32_768
 
 
 def make_samples(hidden: int, total_bytes: int) -> list[Sample]:
@@ -54,10 +59,14 @@ class Store:
 
     def open(self) -> None:
         self.reader = StoreReader(self.folder)
+        self.dataset = PackedDataset(self.reader, BATCH_TOKENS)
 
-    def read(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sample = self.reader.read(index)
-        return sample.aux, sample.final
+    def fill(self, indices: list[int], aux: torch.Tensor, final: torch.Tensor) -> None:
+        start = 0
+        for index in indices:
+            stop = start + int(self.reader.lengths[index])
+            self.reader.copy_states(index, aux[start:stop], final[start:stop], np.ones(stop - start, bool))
+            start = stop
 
 
 class SafetensorsFiles:
@@ -76,9 +85,17 @@ class SafetensorsFiles:
     def open(self) -> None:
         self.paths = sorted(self.folder.iterdir())
 
-    def read(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = load_file(self.paths[index])
-        return tensors["aux"], tensors["final"]
+    def fill(self, indices: list[int], aux: torch.Tensor, final: torch.Tensor) -> None:
+        start = 0
+        for index in indices:
+            tensors = self.load(self.paths[index])
+            stop = start + len(tensors["aux"])
+            aux[start:stop].copy_(tensors["aux"])
+            final[start:stop].copy_(tensors["final"])
+            start = stop
+
+    def load(self, path: Path) -> dict[str, torch.Tensor]:
+        return load_file(path)
 
 
 class TorchFiles(SafetensorsFiles):
@@ -94,17 +111,16 @@ class TorchFiles(SafetensorsFiles):
             tensors = {"aux": sample.aux, "final": sample.final, "input_ids": ids, "loss_mask": mask}
             torch.save(tensors, self.folder / f"{sample.id}.pt")
 
-    def read(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = torch.load(self.paths[index], weights_only=True)
-        return tensors["aux"], tensors["final"]
+    def load(self, path: Path) -> dict[str, torch.Tensor]:
+        return torch.load(path, weights_only=True)
 
 
 class PlainFile:
-    """The bound: one file of the same bytes, read from start to end into a buffer."""
+    """The bound: one file of the same bytes, read from start to end into the tensors of the batches."""
 
-    name = "plain file, 8 MiB reads"
+    name = "plain file"
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, hidden: int):
         self.folder = folder / "plain"
 
     def write(self, samples: list[Sample]) -> None:
@@ -115,12 +131,11 @@ class PlainFile:
                     file.write(memoryview(states.view(torch.uint8).numpy()).cast("B"))
 
     def open(self) -> None:
-        self.buffer = memoryview(bytearray(1 << 23))
+        self.file = open(self.folder / "bytes", "rb", buffering=0)  # noqa: SIM115 closed when the next pass opens it
 
-    def read_all(self) -> None:
-        with open(self.folder / "bytes", "rb", buffering=0) as file:
-            while file.readinto(self.buffer):
-                pass
+    def fill(self, indices: list[int], aux: torch.Tensor, final: torch.Tensor) -> None:
+        for states in (aux, final):
+            assert self.file.readinto(memoryview(states.view(torch.uint8).numpy()).cast("B")) == states.nbytes
 
 
 def drop_pages(folder: Path) -> None:
@@ -138,57 +153,86 @@ def timed(work) -> float:
     return time.perf_counter() - started
 
 
-def read_pass(way, order: np.ndarray, aux_buffer: torch.Tensor, final_buffer: torch.Tensor) -> None:
-    for index in order:
-        aux, final = way.read(int(index))
-        aux_buffer[: len(aux)].copy_(aux)
-        final_buffer[: len(final)].copy_(final)
+def batches_of(order: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    """Samples in this order, cut into batches of at most BATCH_TOKENS."""
+    batches, room = [], 0
+    for index in order.tolist():
+        if room < lengths[index]:
+            batches.append([])
+            room = BATCH_TOKENS
+        batches[-1].append(index)
+        room -= int(lengths[index])
+    return batches
 
 
-def write_all(ways: list, hidden: int, total_bytes: int) -> tuple[int, int]:
-    """Write the same samples in every way; returns their number and their bytes. They are not kept in memory."""
+def new_batch(hidden: int, num_tokens: int = BATCH_TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the states of a batch."""
+    shape, dtype = (num_tokens, NUM_AUX, hidden), torch.bfloat16
+    return torch.empty(shape, dtype=dtype), torch.empty(num_tokens, hidden, dtype=dtype)
+
+
+def read_pass(way, batches: list[list[int]], lengths: np.ndarray, hidden: int, reused=None) -> None:
+    """Read batches one by one into the memory of `reused`, or each into its own."""
+    for indices in batches:
+        if reused is None and isinstance(way, Store):
+            way.dataset.load(indices)
+            continue
+        num_tokens = int(lengths[indices].sum())
+        aux, final = reused or new_batch(hidden, num_tokens)
+        way.fill(indices, aux[:num_tokens], final[:num_tokens])
+
+
+def write_all(ways: list, hidden: int, total_bytes: int) -> np.ndarray:
+    """Write the same samples in every way; returns their lengths. They are not kept in memory."""
     samples = make_samples(hidden, total_bytes)
-    tokens = sum(len(sample.input_ids) for sample in samples)
+    lengths = np.array([len(sample.input_ids) for sample in samples])
+    tokens = int(lengths.sum())
     num_bytes = tokens * 2 * hidden * (NUM_AUX + 1)
     print(f"{len(samples)} samples, {tokens:,} tokens, hidden {hidden}, {num_bytes / 2**30:.2f} GiB of states")
     for way in ways:
         seconds = timed(lambda way=way: (way.write(samples), drop_pages(way.folder)))
-        print(f"{way.name:26}write and sync {num_bytes / seconds / 1e9:8.2f} GB/s")
+        print(f"{way.name:24}write and sync {num_bytes / seconds / 1e9:8.2f} GB/s")
     print_codec(samples)
-    return len(samples), num_bytes
+    return lengths
 
 
-def read_rounds(ways: list, order: np.ndarray, buffers, num_rounds: int) -> dict[tuple, list[float]]:
-    """Seconds of every pass: {(name, cold or warm, sequential or random): one figure per round}."""
-    shuffled, seconds = np.random.default_rng(1).permutation(order), {}
-    for way in ways:  # into the page cache; a cold pass leaves it full as well
-        way.open()
-        way.read_all() if isinstance(way, PlainFile) else read_pass(way, order, *buffers)
-    for _ in range(num_rounds):
-        for state in ("warm", "cold"):
-            for sequence in ("sequential", "random"):
-                for way in ways:
-                    if isinstance(way, PlainFile) and sequence == "random":
-                        continue
-                    way.open()
-                    if state == "cold":
-                        drop_pages(way.folder)
-                    chosen = order if sequence == "sequential" else shuffled
-                    plain = isinstance(way, PlainFile)
-                    work = way.read_all if plain else lambda way=way, o=chosen: read_pass(way, o, *buffers)
-                    seconds.setdefault((way.name, state, sequence), []).append(timed(work))
-    return seconds
+def read_rounds(ways: list, lengths: np.ndarray, hidden: int, num_rounds: int) -> dict[tuple, list[float]]:
+    """Seconds of every pass: {(kind of pass, name): one figure per round}."""
+    in_order, reused, seconds = np.arange(len(lengths)), new_batch(hidden), {}
+    sequential = batches_of(in_order, lengths)
+    random = batches_of(np.random.default_rng(1).permutation(in_order), lengths)
+    passes = (  # a pass depends on how the one before has left the page cache: the first, in order, is not timed
+        ("cold", sequential, reused),
+        ("cold sequential, reused", sequential, reused),
+        ("cold sequential, fresh", sequential, None),
+        ("warm sequential, fresh", sequential, None),
+        ("warm sequential, reused", sequential, reused),
+        ("warm random, reused", random, reused),
+        ("cold random, reused", random, reused),
+    )
+    for number in range(num_rounds):
+        first = number % len(ways)  # no way always comes first
+        for kind, batches, memory in passes:
+            for way in ways[first:] + ways[:first]:
+                if isinstance(way, PlainFile) and batches is random:
+                    continue
+                if kind.startswith("cold"):
+                    drop_pages(way.folder)
+                way.open()
+                work = partial(read_pass, way, batches, lengths, hidden, memory)
+                seconds.setdefault((kind, way.name), []).append(timed(work))
+    return {key: values for key, values in seconds.items() if key[0] != "cold"}
 
 
 def print_reads(seconds: dict[tuple, list[float]], num_bytes: int) -> None:
     """One row per way and kind of pass: best rate, and the median ratio of its time to what it is compared with."""
-    print(f"\n{'':26}{'':18}{'GB/s':>8}  compared with")
-    for (name, state, sequence), values in seconds.items():
-        other = SafetensorsFiles.name if sequence == "random" else PlainFile.name
-        base = seconds[other, state, sequence]
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(values, base, strict=True))
-        note = f"{ratio:.2f} x the time" if sequence == "random" else f"{1 / ratio:.2f} x the rate"
-        print(f"{name:26}{state + ' ' + sequence:18}{num_bytes / min(values) / 1e9:8.2f}  {note} of {other}")
+    print(f"\n{'':24}{'':26}{'GB/s':>6}  compared with")
+    for (kind, name), values in sorted(seconds.items()):
+        is_random = "random" in kind
+        other = SafetensorsFiles.name if is_random else PlainFile.name
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(values, seconds[kind, other], strict=True))
+        note = f"{ratio:.2f} x the time" if is_random else f"{1 / ratio:.2f} x the rate"
+        print(f"{name:24}{kind:26}{num_bytes / min(values) / 1e9:6.2f}  {note} of {other}")
 
 
 def print_codec(samples: list[Sample]) -> None:
@@ -216,11 +260,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shutil.rmtree(arguments.folder, ignore_errors=True)
-    ways = [kind(arguments.folder, arguments.hidden) for kind in (Store, SafetensorsFiles, TorchFiles)]
-    ways.append(PlainFile(arguments.folder))
-    num_samples, num_bytes = write_all(ways, arguments.hidden, int(arguments.gib * 2**30))
-    buffers = (torch.empty(4096, NUM_AUX, arguments.hidden).bfloat16(), torch.empty(4096, arguments.hidden).bfloat16())
-    print_reads(read_rounds(ways, np.arange(num_samples), buffers, arguments.rounds), num_bytes)
+    ways = [kind(arguments.folder, arguments.hidden) for kind in (Store, SafetensorsFiles, TorchFiles, PlainFile)]
+    lengths = write_all(ways, arguments.hidden, int(arguments.gib * 2**30))
+    num_bytes = int(lengths.sum()) * 2 * arguments.hidden * (NUM_AUX + 1)
+    print_reads(read_rounds(ways, lengths, arguments.hidden, arguments.rounds), num_bytes)
     seconds = timed(lambda: verify_store(ways[0].folder, deep=True).require())
     print(f"\nverify --deep {num_bytes / seconds / 1e9:.2f} GB/s with {len(os.sched_getaffinity(0))} cores")
     shutil.rmtree(arguments.folder)

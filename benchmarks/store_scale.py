@@ -1,8 +1,8 @@
-"""37,312 samples of a realistic length mix (88 M tokens) through writer, ledger, resume, verify and batches.
+"""37,312 samples of a realistic length mix (91 M tokens) through writer, ledger, resume, verify and batches.
 
     .venv/bin/python benchmarks/store_scale.py [--samples 37312] [--folder outputs/bench-scale]
 
-The hidden size is tiny (2), so that the 88 M tokens fit; what is measured is what grows with samples: seconds and
+The hidden size is tiny (2), so that the 91 M tokens fit; what is measured is what grows with samples: seconds and
 resident memory per 1,000 samples must be as flat at the end as at the start.
 """
 
@@ -25,7 +25,7 @@ META = StoreMeta(HIDDEN, list(range(NUM_AUX)), fingerprint="scale")
 
 
 def lengths_of(num_samples: int) -> np.ndarray:
-    """Lognormal, mean about 2,350 tokens, cut at 8,192: 37,312 of them are 88 M tokens."""
+    """Lognormal, mean about 2,440 tokens, cut at 8,192: 37,312 of them are 91 M tokens."""
     return np.random.default_rng(0).lognormal(7.55, 0.75, num_samples).clip(32, LONGEST).astype(int)
 
 

@@ -4,6 +4,7 @@ import torch
 from fake_capture import HIDDEN, make_records, states_of
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.codec import supervised_rows
 from eagle3_utils.states.dataset import PackedDataset, pack
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
@@ -57,6 +58,30 @@ def test_batches_do_not_depend_on_the_final_codec(reader, tmp_path):
     other = fill(tmp_path, final="supervised")
     for left, right in zip(PackedDataset(reader, 200).epoch(1), PackedDataset(other, 200).epoch(1), strict=True):
         assert same(left, right)
+
+
+def test_batches_of_an_fp8_store_hold_what_its_samples_decode_to(tmp_path):
+    reader = fill(tmp_path, codec="fp8")
+    for batch in PackedDataset(reader, 200).epoch(0):
+        samples = [reader.read(reader.index_of(sample_id)) for sample_id in batch.sample_ids]
+        assert torch.equal(batch.aux, torch.cat([sample.aux for sample in samples]))
+        needed = torch.from_numpy(np.concatenate([supervised_rows(sample.loss_mask) for sample in samples]))
+        assert torch.equal(batch.final, torch.cat([sample.final for sample in samples])[needed])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a CUDA GPU")
+def test_page_locked_states_are_the_same_and_their_memory_is_used_again(reader):
+    places = set()
+    for plain, pinned in zip(
+        PackedDataset(reader, 256).epoch(0),
+        PackedDataset(reader, 256, prefetch=0, pin_memory=True).epoch(0),
+        strict=True,
+    ):
+        assert same(plain, pinned) and pinned.aux.is_pinned() and pinned.final.is_pinned()
+        assert pinned.pin_memory().aux.data_ptr() == pinned.aux.data_ptr()  # no second copy
+        places.add(pinned.aux.data_ptr())
+    assert len(places) <= 4  # of about 16 batches
 
 
 def test_order_is_fixed_by_seed_and_epoch(reader):

@@ -1,13 +1,16 @@
+import os
 from types import SimpleNamespace
 
 import h5py
+import numpy as np
 import pytest
 import torch
 import xxhash
 from fake_capture import Record, fill, make_records, sample_of, states_of, store_meta
 
 from eagle3_utils.states.shards import shard as shard_module
-from eagle3_utils.states.shards.shard import Shard
+from eagle3_utils.states.shards.sample import encode_sample
+from eagle3_utils.states.shards.shard import DamagedShard, Shard, write_shard
 from eagle3_utils.states.store import StoreWriter
 
 
@@ -37,6 +40,50 @@ def test_checksum_is_xxh3_of_id_and_stored_bytes(tmp_path, records):
         parts = [file[name][a:b].tobytes() for name in ("input_ids", "loss_mask", "final_rows", "aux")]
         content = file["sample_id"][3] + b"".join(parts) + file["final"][c:d].tobytes()
         assert int(file["checksum"][3]) == xxhash.xxh3_64_intdigest(content)
+
+
+def test_a_shard_gets_its_name_only_after_its_bytes_are_on_disk_and_the_name_is_synced_too(
+    tmp_path, records, monkeypatch
+):
+    steps, fsync, rename = [], os.fsync, os.rename
+
+    def noted_fsync(file):
+        steps.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    def noted_rename(old, new):
+        steps.append((old.name, new.name))
+        rename(old, new)
+
+    samples = [encode_sample(sample_of(record), store_meta()) for record in records]
+    monkeypatch.setattr(shard_module.os, "fsync", noted_fsync)
+    monkeypatch.setattr(shard_module.os, "rename", noted_rename)
+    write_shard(tmp_path / "shard-000000.h5", samples, store_meta().attributes())
+    assert steps == ["shard-000000.h5.tmp", ("shard-000000.h5.tmp", "shard-000000.h5"), tmp_path.name]
+
+
+def test_rows_are_read_into_given_memory_also_when_the_kernel_returns_less_than_asked(tmp_path, records, monkeypatch):
+    fill(tmp_path, records)
+    shard, preadv = Shard(tmp_path / "shard-000000.h5"), os.preadv
+    monkeypatch.setattr(shard_module.os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:101]], at))
+    for row in range(len(shard)):
+        for name in ("aux", "final"):
+            stored = shard.arrays(row)[name]
+            whole, rest = np.zeros_like(stored), np.zeros_like(stored[1:])
+            shard.read_into(row, name, whole)
+            assert (whole == stored).all()
+            if len(rest):
+                shard.read_into(row, name, rest, first=1)
+                assert (rest == stored[1:]).all()
+
+
+def test_a_shard_cut_while_it_is_open_is_an_error_not_zeros(tmp_path, records):
+    fill(tmp_path, records)
+    shard = Shard(tmp_path / "shard-000000.h5")
+    out = np.zeros_like(shard.arrays(len(shard) - 1)["aux"])
+    os.truncate(shard.path, 8192)
+    with pytest.raises(DamagedShard, match="aux reaches beyond the end"):
+        shard.read_into(len(shard) - 1, "aux", out)
 
 
 def test_a_reader_in_order_has_the_disk_read_ahead_and_a_random_one_only_what_it_takes(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ class Trainer:
         self.target = load_target(config.model, config.trust_remote_code)
         reader = StoreReader(data / "hidden_states" / "train")
         sharing = {"seed": config.seed, "rank": ranks.rank, "num_ranks": ranks.num_ranks,
-                   "prefetch": config.prefetch_batches}  # fmt: skip
+                   "prefetch": config.prefetch_batches, "pin_memory": ranks.device.type == "cuda"}  # fmt: skip
         train_data = PackedDataset(reader, config.max_tokens_per_step, multiple_of=config.batches_per_step, **sharing)
         self.schedule = StepSchedule(train_data, config.batches_per_step // ranks.num_ranks, config.epochs)
         val_reader = StoreReader(data / "hidden_states" / "val")

@@ -107,6 +107,7 @@ class PackedDataset:
     shuffle : false for validation: the same order in every epoch.
     prefetch : batches read ahead by a background thread.
     prepare : called there with every batch; what it returns is handed out.
+    pin_memory : states are read into page-locked memory, for copies to a GPU.
     """
 
     def __init__(
@@ -120,10 +121,12 @@ class PackedDataset:
         prefetch: int = 2,
         multiple_of: int | None = None,
         prepare: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        pin_memory: bool = False,
     ):
         self.reader, self.max_tokens, self.seed = reader, max_tokens, seed
         self.rank, self.num_ranks, self.shuffle = rank, num_ranks, shuffle
-        self.prefetch, self.prepare, self.multiple_of = prefetch, prepare, multiple_of or num_ranks
+        self.prefetch, self.prepare, self.pin_memory = prefetch, prepare, pin_memory
+        self.multiple_of = multiple_of or num_ranks
         if len(reader) == 0:
             raise UserError("the store holds no samples", str(reader.folders[0]), "run stage 03 first")
         longest = int(reader.lengths.argmax())
@@ -165,24 +168,34 @@ class PackedDataset:
         return self.prepare(self.load(indices))
 
     def load(self, indices: list[int]) -> PackedBatch:
-        """Read the given samples into one batch (one copy: from the memory map into the batch)."""
-        samples = [self.reader.read(index) for index in indices]
-        lengths = [len(sample.input_ids) for sample in samples]
-        needed = [supervised_rows(sample.loss_mask) for sample in samples]
-        finals = [
-            sample.final[torch.from_numpy(rows[sample.final_rows])]
-            for sample, rows in zip(samples, needed, strict=True)
-        ]
+        """Read the given samples into one batch; the states go from the files straight into its tensors."""
+        stored = [self.reader.index_arrays(index) for index in indices]
+        needed = [supervised_rows(arrays["loss_mask"]) for arrays in stored]
         needed_T = torch.from_numpy(np.concatenate(needed))
+        lengths = self.reader.lengths[indices]
+        starts = [0, *np.cumsum(lengths).tolist()]
+        final_starts = [0, *np.cumsum([rows.sum() for rows in needed]).tolist()]
+        aux, final = self._empty(starts[-1], len(self.reader.meta.aux_layers)), self._empty(final_starts[-1])
+        for number, index in enumerate(indices):
+            self.reader.copy_states(
+                index,
+                aux[starts[number] : starts[number + 1]],
+                final[final_starts[number] : final_starts[number + 1]],
+                needed[number][stored[number]["final_rows"] != 0],
+            )
         return PackedBatch(
-            input_ids=torch.from_numpy(np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)),
-            loss_mask=torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]) != 0),
+            input_ids=torch.from_numpy(np.concatenate([arrays["input_ids"] for arrays in stored]).astype(np.int64)),
+            loss_mask=torch.from_numpy(np.concatenate([arrays["loss_mask"] for arrays in stored]) != 0),
             position_ids=torch.cat([torch.arange(length) for length in lengths]),
-            document_ids=torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths)),
-            cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32),
-            aux=torch.cat([sample.aux for sample in samples]),
-            final=torch.cat(finals),
+            document_ids=torch.repeat_interleave(torch.arange(len(indices)), torch.from_numpy(lengths)),
+            cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+            aux=aux,
+            final=final,
             final_index=torch.where(needed_T, needed_T.cumsum(0) - 1, -1),
-            sample_ids=[sample.id for sample in samples],
-            sources=[sample.source for sample in samples],
+            sample_ids=[self.reader.ids[index] for index in indices],
+            sources=[self.reader.sources[index] for index in indices],
         )
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        """bf16 [*shape, H]. Page-locked memory is torch's pool: used again once the batch and its copies are done."""
+        return torch.empty(*shape, self.reader.meta.hidden_size, dtype=torch.bfloat16, pin_memory=self.pin_memory)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 import xxhash
 
 from eagle3_utils.errors import UserError
@@ -15,7 +16,7 @@ from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import Sample, read_meta
 
-MAX_OPEN_SHARDS = 256  # each open shard holds a file descriptor
+MAX_OPEN_SHARDS = 128  # each open shard holds three file descriptors
 
 
 class StoreReader:
@@ -28,7 +29,7 @@ class StoreReader:
     def __init__(self, folders: Path | str | list):
         self.folders = [Path(f) for f in (folders if isinstance(folders, list | tuple) else [folders])]
         metas = [read_meta(folder) for folder in self.folders]
-        self.meta = metas[0]
+        self.meta, self._codecs = metas[0], [meta.codec for meta in metas]
         entries = []
         for number, (folder, meta) in enumerate(zip(self.folders, metas, strict=True)):
             self._check_same_states(meta, folder)
@@ -80,6 +81,32 @@ class StoreReader:
         """The arrays of one sample as they are stored (bits and scales), without decoding."""
         store, shard, row = self._places[index]
         return self._open(store, shard).arrays(row)
+
+    def index_arrays(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` int32 [T], `loss_mask` uint8 [T] and `final_rows` uint8 [T] of one sample."""
+        store, shard, row = self._places[index]
+        return self._open(store, shard).index_arrays(row)
+
+    def copy_states(self, index: int, aux: torch.Tensor, final: torch.Tensor, wanted: np.ndarray) -> None:
+        """Fill parts of a batch with one sample's states; bf16 goes straight from the file into them.
+
+        Parameters
+        ----------
+        aux, final : bf16 [T, L, H] and [number of `wanted`, H], contiguous, on the CPU.
+        wanted : bool [M], which of the stored final rows.
+        """
+        store, number, row = self._places[index]
+        shard = self._open(store, number)
+        if self._codecs[store] != "bf16":
+            arrays = shard.arrays(row)
+            aux.copy_(decode(arrays["aux"], arrays["aux_scale"]))
+            final.copy_(decode(arrays["final"][wanted], arrays["final_scale"][wanted]))
+            return
+        shard.read_into(row, "aux", aux.view(torch.uint16).numpy())
+        bounds, done = np.flatnonzero(np.diff(wanted, prepend=False, append=False)), 0
+        for first, last in bounds.reshape(-1, 2).tolist():
+            shard.read_into(row, "final", final[done : done + last - first].view(torch.uint16).numpy(), first)
+            done += last - first
 
     def content_hash(self) -> str:
         """xxh3 over the sorted (id, checksum) pairs: the same states give the same hash in any shard layout."""

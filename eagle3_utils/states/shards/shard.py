@@ -1,7 +1,7 @@
 """One immutable HDF5 file of about 2 GiB: flat rows of many samples, no padding, contiguous, little-endian.
 
 HDF5 lays the file out; the bytes go in and come out through plain file offsets (`dataset.id.get_offset()`), so
-writing runs at the speed of `pwrite` and reading at that of a memory map, without HDF5's global lock.
+writing runs at the speed of `pwrite` and reading at that of `pread` or a memory map, without HDF5's global lock.
 
 Datasets, with N rows of tokens, S samples, L auxiliary layers, H hidden, M rows with a final state:
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,8 @@ import numpy as np
 import xxhash
 
 FORMAT, VERSION = "eagle3-states", 1
-PER_ROW = ("input_ids", "loss_mask", "final_rows", "aux", "aux_scale")  # indexed by offsets
+INDEX = ("input_ids", "loss_mask", "final_rows")
+PER_ROW = (*INDEX, "aux", "aux_scale")  # indexed by offsets
 PER_FINAL = ("final", "final_scale")  # indexed by final_offsets
 PAGE = 4096
 READ_AHEAD_BYTES = 16 << 20  # per dataset, for a reader who takes one sample after the other
@@ -189,6 +191,9 @@ class Shard:
         self._asked_to = {name: column.position for name, column in self._columns.items()}
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._descriptors = {name: os.open(path, os.O_RDONLY) for name in ("aux", "final")}
+        for descriptor in self._descriptors.values():
+            weakref.finalize(self, os.close, descriptor)
 
     def _check_header(self) -> None:
         num_samples = len(self.ids)
@@ -215,6 +220,28 @@ class Shard:
             self._ask_for(name, column, start, stop, in_order)
             views[name] = self._view(column, start, stop)
         return views
+
+    def index_arrays(self, row: int) -> dict[str, np.ndarray]:
+        """Only the ids and masks of one sample, as views; nothing of its states is asked from the disk."""
+        start, stop = int(self.offsets[row]), int(self.offsets[row + 1])
+        return {name: self._view(self._columns[name], start, stop) for name in INDEX}
+
+    def read_into(self, row: int, name: str, out: np.ndarray, first: int = 0) -> None:
+        """Copy rows `first : first + len(out)` of one sample's `aux` or `final` into `out` (contiguous), past the map.
+
+        Each of the two has a file descriptor of its own, so that the kernel sees it read in order and reads ahead in
+        large folios; after MADV_WILLNEED it would copy page by page. Fast where `out` starts at a multiple of 64 bytes,
+        as torch's tensors do: kernels copy several times slower to memory that is not aligned like the file.
+        Raises `DamagedShard` when the file ends before.
+        """
+        column, bounds = self._columns[name], self.offsets if name in PER_ROW else self.final_offsets
+        position = column.position + (int(bounds[row]) + first) * column.row_bytes
+        rest = memoryview(out.reshape(-1).view(np.uint8))
+        while rest:  # one preadv moves at most 2 GiB
+            count = os.preadv(self._descriptors[name], [rest], position)
+            if not count:
+                raise DamagedShard(f"{self.path.name}: {name} reaches beyond the end of the file")
+            rest, position = rest[count:], position + count
 
     def actual_checksum(self, row: int) -> int:
         """The checksum of the bytes now on disk, to compare with `checksums[row]`."""

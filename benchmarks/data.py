@@ -15,6 +15,7 @@ import random
 import resource
 import tempfile
 from pathlib import Path
+from statistics import median
 from threading import Event, Thread
 from time import perf_counter
 from typing import Any
@@ -30,7 +31,7 @@ from eagle3_utils.corpus.reading.tokens import SpanTokenizer
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.target import load_target, load_tokenizer
 
-NUM_CONVERSATIONS, BATCH, REPEATS = 2000, 512, 5
+NUM_CONVERSATIONS, BATCH, REPEATS = 2000, 512, 9
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -48,15 +49,15 @@ def conversations() -> list[list[dict[str, str]]]:
     return chats
 
 
-def fastest(*works) -> list[float]:
-    """Seconds of the fastest of a few runs of each, in turns, so that a busy machine is busy for all alike."""
+def in_turns(*works) -> list[list[float]]:
+    """Seconds of each work in each of some rounds, so that a busy machine is busy for all alike."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS):
         for mine, work in zip(times, works, strict=True):
             start = perf_counter()
             work()
             mine.append(perf_counter() - start)
-    return [min(mine) for mine in times]
+    return times
 
 
 def masking() -> dict[str, float]:
@@ -76,14 +77,16 @@ def masking() -> dict[str, float]:
             rendered = [renderer.render(chat) for chat in chats[batch]]
             encoder.encode_batch([text for text, _ in rendered], [spans for _, spans in rendered])
 
-    bare_seconds, masked_seconds = fastest(bare, masked)
+    bare_seconds, masked_seconds = in_turns(bare, masked)
+    shares = sorted(alone / ours for alone, ours in zip(bare_seconds, masked_seconds, strict=True))
     tokens = sum(counts)
     return {
         "conversations": len(chats),
         "tokens": tokens,
-        "bare_tokens_per_second": round(tokens / bare_seconds),
-        "render_and_mask_tokens_per_second": round(tokens / masked_seconds),
-        "share_of_bare": round(bare_seconds / masked_seconds, 3),
+        "bare_tokens_per_second": round(tokens / median(bare_seconds)),
+        "render_and_mask_tokens_per_second": round(tokens / median(masked_seconds)),
+        "share_of_bare": round(median(shares), 3),
+        "shares_by_round": [round(share, 3) for share in shares],
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -54,7 +55,8 @@ class ChatRenderer:
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = sorted(special - {""}, key=len, reverse=True)
-        self._shapes: dict[str, list[tuple[str, tuple[int, str] | None]] | None] = {}
+        self._stop = re.compile(r"\s*(?:" + ("|".join(map(re.escape, self._special)) or "(?!)") + ")")
+        self._shapes: dict[tuple, list[tuple[str, tuple[int, str] | None]] | None] = {}
         self._reasoning_key: str | None = "reasoning_content"
         self._reasoning_key = self._key_that_shows_reasoning()
 
@@ -132,8 +134,10 @@ class ChatRenderer:
         """The supervised span of each assistant turn and the words of all others; None when marks do not line up."""
         if any(message.get("tool_calls") for message in messages):
             return None
-        about = [(m["role"], "reasoning_content" in m, m.get("name"), m.get("tool_call_id")) for m in messages]
-        key = json.dumps([about, tools], default=str)
+        about = [
+            (m["role"], "reasoning_content" in m, str(m.get("name")), str(m.get("tool_call_id"))) for m in messages
+        ]
+        key = (*about, tools and json.dumps(tools, default=str))
         if key not in self._shapes:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
@@ -163,10 +167,8 @@ class ChatRenderer:
 
     def _end_of_stop_token(self, text: str, end: int) -> int:
         """Where the special token right after an answer ends (blanks between are part of it), else `end` itself."""
-        after = end
-        while after < len(text) and text[after].isspace():
-            after += 1
-        return next((after + len(token) for token in self._special if text.startswith(token, after)), end)
+        stop = self._stop.match(text, end)
+        return stop.end() if stop else end
 
     def _shape(self, messages: Messages, tools: list | None) -> list[tuple[str, tuple[int, str] | None]] | None:
         """The template's own pieces of text, each with the (message, part) that follows it; None if it uses one twice.
@@ -230,7 +232,7 @@ def split_reasoning(message: dict[str, Any]) -> tuple[str | None, str]:
     content = message["content"]
     if message.get("reasoning_content"):
         return message["reasoning_content"], content
-    head, closing, tail = content.partition("</think>")
+    head, closing, tail = content.partition("</think>") if "</think>" in content else (content, "", "")
     if closing and head.lstrip().startswith("<think>"):
         return head.lstrip().removeprefix("<think>").strip("\n"), tail.lstrip("\n")
     return None, content
@@ -243,13 +245,15 @@ def _walk(shape: list, messages: Messages, text: str) -> dict[tuple[int, str], S
     for piece, next_place in shape:
         if place is not None:
             words = messages[place[0]]["content" if place[1] == "c" else "reasoning_content"]
-            for variant in dict.fromkeys((words, words.strip(), words.rstrip(), words.lstrip(), words.strip("\n"))):
-                if text.startswith(variant + piece, position):
+            for strip in (None, str.strip, str.rstrip, str.lstrip, lambda words: words.strip("\n")):
+                variant = strip(words) if strip else words
+                end = position + len(variant)
+                if text.startswith(variant, position) and text.startswith(piece, end):
                     break
             else:
                 return None
-            places[place] = (position, position + len(variant))
-            position += len(variant) + len(piece)
+            places[place] = (position, end)
+            position = end + len(piece)
         elif text.startswith(piece):
             position = len(piece)
         else:

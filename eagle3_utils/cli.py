@@ -40,7 +40,7 @@ def run(
 
     stages = runner.stage_range(start, end, only)
     if detach:
-        pid, log = runner.detach(parameters, sys.argv[1:])
+        pid, log = runner.detach(parameters, overrides, sys.argv[1:])
         print(f"running as pid {pid}, output in {log}; stop it with: eagle3 stop {log.parent}")
         return
     try:

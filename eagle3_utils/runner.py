@@ -230,9 +230,9 @@ class _Interrupts:
         os.kill(self.kernel.provisioner.pid, signal.SIGINT)
 
 
-def detach(parameters_path: Path, arguments: list[str]) -> tuple[int, Path]:
+def detach(parameters_path: Path, overrides: list[str], arguments: list[str]) -> tuple[int, Path]:
     """Start `eagle3 run` again in a session of its own; returns its pid and its log file."""
-    parameters = read_parameters(parameters_path)
+    parameters = read_parameters(parameters_path, overrides)
     stage = next(iter(STAGES))
     config = STAGES[stage].parse(stage_parameters(parameters, stage), str(parameters_path))
     log = runs.resolve_path(config.run_dir) / "runner.log"

@@ -95,6 +95,9 @@ class FakeServer:
                     self.close_connection = True
                     self.connection.close()
                     return
+                if fault == "hang":
+                    outer._stopping.wait(30)
+                    return
                 if fault == "http 500":
                     return self.answer(500, b"out of memory")
                 outer.dump(body["rid"], body["input_ids"], fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards.builders import BuilderProcesses, build_shard, processes_for
 from eagle3_utils.states.shards.sample import Sample, StoreMeta
@@ -35,6 +37,10 @@ def gone() -> Sample:
     raise FileNotFoundError("a dump that its server took along")
 
 
+def no_room() -> Sample:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.fixture(scope="module")
 def builders():
     builders = BuilderProcesses(1)
@@ -43,7 +49,7 @@ def builders():
 
 
 def test_few_cores_build_in_threads_and_many_leave_some_to_the_server():
-    assert [processes_for(n) for n in (1, 2, 7, 8, 16, 64)] == [0, 0, 0, 2, 4, 8]
+    assert [processes_for(None, n) for n in (1, 2, 7, 8, 16, 64)] == [0, 0, 0, 2, 4, 8] and processes_for(3, 1) == 3
 
 
 def test_a_store_built_by_processes_equals_one_built_by_threads(tmp_path):
@@ -62,6 +68,22 @@ def test_a_store_built_by_processes_equals_one_built_by_threads(tmp_path):
 def test_a_full_disk_comes_back_as_what_it_is(builders, tmp_path):
     with pytest.raises(OSError, match="No such file or directory"):
         builders.build(tmp_path / "no folder" / "shard-000000.h5", [partial(make_sample, 0)], META)
+    with pytest.raises(OSError, match="No space left") as full:
+        builders.build(tmp_path / "shard-000000.h5", [no_room], META)
+    assert full.value.errno == errno.ENOSPC
+
+
+def test_a_builder_that_is_killed_is_an_error_that_says_how_to_go_on(tmp_path):
+    builders = BuilderProcesses(1)
+    os.kill(builders._pool.submit(os.getpid).result(), signal.SIGKILL)
+    with pytest.raises(UserError, match="a process that builds shards was killed") as killed:
+        builders.build(tmp_path / "shard-000000.h5", [partial(make_sample, 0)], META)
+    assert "resumes" in str(killed.value)
+    builders.close()
+
+
+def test_builders_are_in_a_group_of_their_own(builders):
+    assert os.getpgid(builders._pool.submit(os.getpid).result()) != os.getpgrp()
 
 
 def test_a_dump_that_has_gone_is_left_out(tmp_path):

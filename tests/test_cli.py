@@ -85,10 +85,11 @@ def test_stop_without_a_runner_says_so(tmp_path, capsys):
 
 def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
     parameters = tmp_path / "p.yaml"
-    parameters.write_text(f"shared: {{run_dir: {tmp_path / 'run'}}}\n")
+    parameters.write_text(f"shared: {{run_dir: {tmp_path / 'another'}}}\n")
     command = [sys.executable, "-m", "eagle3_utils.cli", "run", str(parameters), "--detach", "--set", "6.nonsense=1"]
+    command += ["--set", f"shared.run_dir={tmp_path / 'run'}"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "eagle3 stop" in out
+    assert f"eagle3 stop {tmp_path / 'run'}" in out
     log = tmp_path / "run" / "runner.log"
     deadline = time.monotonic() + 120
     while "eagle3:" not in log.read_text() and time.monotonic() < deadline:

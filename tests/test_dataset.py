@@ -1,12 +1,16 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from fake_capture import HIDDEN, make_records, states_of
 
+from eagle3_utils.draft.training.build import token_counts
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.codec import supervised_rows
 from eagle3_utils.states.dataset import PackedDataset, pack
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.shard import Shard
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
 
 RECORDS = {record.id: record for record in make_records(80)}
@@ -67,6 +71,21 @@ def test_batches_of_an_fp8_store_hold_what_its_samples_decode_to(tmp_path):
         assert torch.equal(batch.aux, torch.cat([sample.aux for sample in samples]))
         needed = torch.from_numpy(np.concatenate([supervised_rows(sample.loss_mask) for sample in samples]))
         assert torch.equal(batch.final, torch.cat([sample.final for sample in samples])[needed])
+
+
+def test_counting_tokens_asks_the_disk_for_no_states(reader, monkeypatch):
+    monkeypatch.setattr(Shard, "_ask_for", lambda *_: pytest.fail("states were asked for"))
+    predicted, all_tokens = token_counts(reader, SimpleNamespace(vocab_size=900))
+    assert all_tokens.sum() == reader.lengths.sum()
+    assert predicted.sum() == sum(sum(record.loss_mask[1:]) for record in RECORDS.values())
+
+
+def test_a_final_state_that_is_not_there_is_an_error(reader):
+    aux, final = torch.empty(int(reader.lengths[0]), 3, HIDDEN).bfloat16(), torch.empty(2, HIDDEN).bfloat16()
+    wanted = np.zeros(len(reader.read(0).final), bool)
+    wanted[0] = True
+    with pytest.raises(ValueError, match=f"{reader.ids[0]}: 2 final states wanted, 1 are stored"):
+        reader.copy_states(0, aux, final, wanted)
 
 
 @pytest.mark.gpu

@@ -116,6 +116,34 @@ def test_a_sample_that_keeps_failing_is_recorded_and_the_run_goes_on(tmp_path):
     check_store(tmp_path / "store", records)
 
 
+def test_a_server_that_fails_everything_stops_the_run_before_every_sample_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(extract_module, "MAX_FAILURES_IN_A_ROW", 30)
+    records, store = make_records(100), tmp_path / "store"
+    with (
+        FakeServer(tmp_path / "dumps", lambda rid: "http 500") as server,
+        pytest.raises(UserError, match=r"answers in a row were no good; the last: HTTP 500: out of memory") as stop,
+    ):
+        extract([server], records, store, META, CONFIG)
+    assert "resumes" in str(stop.value)
+    with Ledger(store / "ledger.sqlite", read_only=True) as ledger:
+        assert len(ledger.failures()) < 50
+    with FakeServer(tmp_path / "again") as healthy:
+        extract([healthy], records, store, META, CONFIG)
+    check_store(store, records)
+
+
+def test_the_work_of_a_server_that_hangs_goes_to_the_other(tmp_path):
+    records = make_records(40)
+    config = CONFIG.model_copy(update={"request_timeout_seconds": 0.2, "max_tokens_in_flight": 60})
+    with (
+        FakeServer(tmp_path / "a", lambda rid: "hang") as hanging,
+        FakeServer(tmp_path / "b", delay_seconds=0.02) as other,
+    ):
+        report = extract([hanging, other], records, tmp_path / "store", META, config)
+    check_store(tmp_path / "store", records)
+    assert report.num_retries > 0 and hanging.rids
+
+
 def test_the_work_of_a_dead_server_goes_to_the_other(tmp_path):
     records = make_records(80)
     with (

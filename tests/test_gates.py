@@ -112,29 +112,36 @@ def test_the_same_dump_is_invariant_and_another_is_not():
     torch.manual_seed(0)
     one = dump(aux=torch.randn(3, 2, 4), final=torch.randn(3, 4))
     other = dump(aux=torch.randn(3, 2, 4), final=one.final)
-    assert gates.invariance_figures(one, one) == pytest.approx((1.0, 0.0))
-    assert gates.invariance_figures(other, one)[0] < 0.9
+    assert gates.likeness(one, one) == pytest.approx((1.0, 1.0, 0.0))
+    assert gates.likeness(other, one).mean < 0.9
 
 
-def changed_in_eight_rows(change) -> tuple[float, float]:
-    """Invariance figures of 500 rows of which eight of `final` are replaced by `change(final)`'s."""
+def changed_in_eight_rows(change) -> gates.Likeness:
+    """The likeness of 500 rows of which eight of `final` are replaced by `change(final)`'s."""
     torch.manual_seed(0)
     one = dump(500, aux=torch.randn(500, 2, 64) + 0.5, final=torch.randn(500, 64) + 0.5)
     mixed = dump(500, aux=one.aux.clone(), final=one.final.clone())
     mixed.final[100:108] = change(one.final)[100:108]
-    return gates.invariance_figures(mixed, one)
+    return gates.likeness(mixed, one)
 
 
 @pytest.mark.parametrize(
     "change", [lambda final: final.roll(1, 0), lambda final: torch.randn(500, 64) + 0.5, torch.zeros_like]
 )
 def test_a_few_rows_of_something_else_hardly_move_the_mean_but_are_counted(change):
-    mean, stray = changed_in_eight_rows(change)
+    mean, _, stray = changed_in_eight_rows(change)
     assert mean > 0.98 and stray == pytest.approx(8 / 500)
 
 
+def test_values_that_are_not_finite_are_like_nothing():
+    torch.manual_seed(0)
+    one = dump(500, aux=torch.randn(500, 2, 64), final=torch.randn(500, 64))
+    broken = dump(500, aux=one.aux, final=torch.full((500, 64), float("nan")))
+    assert gates.likeness(broken, one) == (-1.0, -1.0, 1.0)
+
+
 def test_rows_whose_experts_changed_are_less_like_themselves_but_no_strays():
-    mean, stray = changed_in_eight_rows(lambda final: final + 0.8 * torch.randn(500, 64))
+    mean, _, stray = changed_in_eight_rows(lambda final: final + 0.8 * torch.randn(500, 64))
     assert 0.98 < mean < 1 and stray == 0
 
 

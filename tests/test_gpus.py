@@ -41,6 +41,13 @@ def test_only_visible_gpus_count(nvidia_smi, monkeypatch):
     assert gpus.free_bytes() == [2 * GIB]
 
 
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_no_gpu_is_visible_where_none_may_be(nvidia_smi, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvidia_smi([1024, 2048])
+    assert gpus.free_bytes() == []
+
+
 def test_without_gpus_nothing_is_missing(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert gpus.free_bytes() == [] and gpus.memory_not_returned([]) is None

@@ -42,9 +42,11 @@ def test_what_does_not_fit_names_the_shortfall_and_what_would(tmp_path, disk):
 
 def test_hours_come_from_the_rate_range(tmp_path, disk):
     disk(2**50)
-    result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 4 << 30, tokens_per_second=(18_000, 30_000))
+    result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 64 << 30, tokens_per_second=(18_000, 30_000))
     assert result.fits and result.hours == pytest.approx((0.813, 1.355), abs=0.001)
     assert result.num_shards == -(-result.store_bytes // (2 << 30))
+    little_staging = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 4 << 30)
+    assert little_staging.num_shards == pytest.approx(result.store_bytes / (4 * 2**30 / 6), rel=0.01), "closed early"
     assert "0.8 to 1.4 h" in result.text() and json.dumps(result.to_json())
     slow = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 4 << 30, tokens_per_second=(340, 340))
     assert slow.hours[0] == pytest.approx(71.7, abs=0.1)  # the reference run's 72 h

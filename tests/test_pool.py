@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 from fake_capture import make_records
@@ -58,3 +59,14 @@ def test_a_server_that_fails_for_long_is_dead_and_the_other_goes_on():
     pool.stored(two, pool.take(two))
     pool.stored(two, pool.take(two))
     assert pool.unfinished == 0 and pool.unfinished_tokens == 0 and pool.take(two) is None
+
+
+def test_no_answer_in_time_is_the_servers_fault_unless_it_has_answered_others_since():
+    worker = Worker("http://a", Path("."))
+    pool = Pool(make_records(3), [worker], max_tokens=1000, max_tries=2, patience_seconds=100)
+    slow, other, last = (pool.take(worker) for _ in range(3))
+    asked_at = time.monotonic()
+    pool.stored(worker, other)
+    assert not pool.timed_out(worker, slow, asked_at) and slow.tries == 1 and not worker.dead
+    assert not pool.timed_out(worker, last, time.monotonic()) and last.tries == 0 and worker.dead
+    assert pool.unfinished == 2 and pool.take(worker) is None

@@ -90,3 +90,10 @@ def test_every_trial_that_fails_says_so_instead_of_raising(fake, examined):
         getattr(examined, trial)()
     assert len(examined.gates) == 7 and not any(gate.passed for gate in examined.gates)
     assert all("not captured: planted" in gate.detail for gate in examined.gates)
+
+
+def test_the_batch_of_the_invariance_gate_holds_others_among_the_copies(examined):
+    ids = list(range(50))
+    batch = examined._batch_of(ids, 8)
+    assert [sequence == ids for _, sequence in batch] == [True, False, False, False] * 2
+    assert all(sorted(sequence) == ids for _, sequence in batch) and len({rid for rid, _ in batch}) == 8

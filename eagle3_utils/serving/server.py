@@ -121,7 +121,7 @@ class Server(RunningServer):
             logger.warning("stopped a server that an earlier run left behind: pid %d", orphan)
         weight_bytes = checks.check_model(self.target.path)
         device = resolve_device(self.options)
-        checks.check_memory(weight_bytes, device, self.options.tp_size)
+        checks.check_memory(weight_bytes, device, checks.num_gpus_of(self.options))
         self._gpu_bytes_before = gpus.free_bytes() if device == "cuda" else []
         environment = self._prepare_environment(device)
         port = checks.check_port(self.options.port)

@@ -43,6 +43,7 @@ SERVER_PATIENCE_SECONDS = 60.0  # of failing before a server counts as dead
 STOP_PATIENCE_SECONDS = 10.0  # for requests in flight when the run is interrupted
 MAX_THREADS = 192  # requests in flight per server
 PROGRESS_SECONDS = 1.0
+MAX_FAILURES_IN_A_ROW = 200  # without one success between them it is not the samples
 
 
 def extract(
@@ -71,7 +72,7 @@ def extract(
         raise UserError("the corpus holds the same sample id twice", str(folder))
     with ExitStack() as stack:
         workers = [_attach(server, stack) for server in servers]
-        processes = processes_for() if config.shard_builders is None else config.shard_builders
+        processes = processes_for(config.shard_builders)
         dump_dirs = [worker.dump_dir for worker in workers]
         held_bytes, max_tokens = share_staging(dump_dirs, records, meta, config, processes)
         writer = StoreWriter(folder, meta, config.shard_bytes, held_bytes, processes)
@@ -110,6 +111,7 @@ class _Run:
             for worker in workers
         ]
         self._counting = threading.Lock()
+        self._failures_in_a_row = 0
         self._error: Exception | None = None
         self._started = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=20)
@@ -195,6 +197,7 @@ class _Run:
     def _extract_one(self, worker: Worker, task: Task, connection: Connection) -> None:
         rid = f"hs-{self.token}-{file_name_of(task.record.id)}-{task.attempts}"
         path = worker.dump_dir / f"{rid}.safetensors"
+        asked_at = time.monotonic()
         try:
             self._ask(task, connection, rid)
             wait_for(path)
@@ -204,6 +207,11 @@ class _Run:
             path.unlink(missing_ok=True)
             given_up = self.pool.server_failed(worker, task, blame_sample=isinstance(error, ServerBrokeOff))
             self._count_failure(task, str(error), given_up)
+            return
+        except TimeoutError:
+            path.unlink(missing_ok=True)
+            given_up = self.pool.timed_out(worker, task, asked_at)
+            self._count_failure(task, f"no answer within {self.config.request_timeout_seconds:.0f} s", given_up)
             return
         except BadDump as error:
             path.unlink(missing_ok=True)
@@ -215,23 +223,27 @@ class _Run:
         with self._counting:
             self.report.num_samples += 1
             self.report.num_tokens += task.num_tokens
+            self._failures_in_a_row = 0
         self.pool.stored(worker, task)
 
     def _ask(self, task: Task, connection: Connection, rid: str) -> None:
-        try:
-            status, content = connection.post("/generate", generate_body(rid, task.record.input_ids))
-        except TimeoutError:
-            raise BadDump(f"no answer within {self.config.request_timeout_seconds:.0f} s") from None
+        status, content = connection.post("/generate", generate_body(rid, task.record.input_ids))
         if status != 200:
             raise BadDump(f"HTTP {status}: {' '.join(content.decode(errors='replace').split())[:300]}")
 
     def _count_failure(self, task: Task, reason: str, given_up: bool) -> None:
         with self._counting:
+            self._failures_in_a_row += 1
             self.report.num_retries += not given_up
             if given_up:
                 self.report.failures[task.record.id] = reason
         if given_up:
             self.writer.ledger.fail(task.record.id, reason, task.tries)
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            what = f"{self._failures_in_a_row} answers in a row were no good; the last: {reason}"
+            self._error = UserError(
+                what, task.record.id, "see the server's log, then start the stage again: it resumes"
+            )
 
     def _figures(self) -> dict:
         """What `progress` is told."""

@@ -21,7 +21,16 @@ from eagle3_utils.corpus.records import read_parquet
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import data_folder, resolve_path
 from eagle3_utils.states.codec import CODECS, FINALS
-from eagle3_utils.states.sizes import STAGING_SHARES, CorpusNumbers, dump_bytes_per_token, format_bytes, state_bytes
+from eagle3_utils.states.shards.builders import processes_for
+from eagle3_utils.states.sizes import (
+    STAGING_SHARES,
+    CorpusNumbers,
+    dump_bytes_per_token,
+    format_bytes,
+    shard_limit,
+    state_bytes,
+)
+from eagle3_utils.states.store import num_open_shards
 from eagle3_utils.target import load_target
 
 READ_BYTES_PER_SECOND = 1.4e9  # a plain NVMe disk, when nothing was measured
@@ -111,6 +120,7 @@ def plan(
     min_free_bytes: int = 0,
     tokens_per_second: tuple[float, float] | None = None,
     read_bytes_per_second: float = READ_BYTES_PER_SECOND,
+    num_open: int = num_open_shards(0),
 ) -> Plan:
     """Work out a store before it is made.
 
@@ -120,10 +130,12 @@ def plan(
     staging_dir, staging_max_bytes : where dumps wait, and how much of it they may fill.
     min_free_bytes : what must stay free on the store's disk.
     tokens_per_second : (low, high), measured by the pilot or assumed; None: no hours.
+    num_open : shards open at a time, which share the staging area.
     """
     by_tensor = state_bytes(corpus, hidden_size, num_aux, codec, final)
     total, stored, free = sum(by_tensor.values()), _stored_bytes(folder), _free_bytes(folder)
-    staging = min(staging_max_bytes, _free_bytes(staging_dir))
+    staging, per_dump = min(staging_max_bytes, _free_bytes(staging_dir)), dump_bytes_per_token(hidden_size, num_aux)
+    limit = shard_limit(shard_bytes, staging, num_open, total / max(1, corpus.num_tokens), per_dump)
     needed = max(0, total - stored) + min_free_bytes + (staging if _device(folder) == _device(staging_dir) else 0)
     result = Plan(
         codec=codec,
@@ -135,8 +147,8 @@ def plan(
         stored_bytes=stored,
         disk_free_bytes=free,
         disk_needed_bytes=needed,
-        num_shards=-(-total // shard_bytes),
-        staging_needed_bytes=STAGING_SHARES * corpus.longest * dump_bytes_per_token(hidden_size, num_aux),
+        num_shards=-(-total // limit),
+        staging_needed_bytes=STAGING_SHARES * corpus.longest * per_dump,
         staging_available_bytes=staging,
         tokens_per_second=tokens_per_second,
         hours=_hours_at(corpus.num_tokens, tokens_per_second),
@@ -193,6 +205,7 @@ def plan_stage(config: ExtractConfig, rate: tuple[float, float] | None = None) -
         config.shard_bytes,
         config.min_free_bytes,
         rate,
+        num_open=num_open_shards(processes_for(config.shard_builders)),
     )
 
 

@@ -107,6 +107,8 @@ class StoreReader:
         for first, last in bounds.reshape(-1, 2).tolist():
             shard.read_into(row, "final", final[done : done + last - first].view(torch.uint16).numpy(), first)
             done += last - first
+        if done != len(final):
+            raise ValueError(f"{self.ids[index]}: {len(final)} final states wanted, {done} are stored")
 
     def content_hash(self) -> str:
         """xxh3 over the sorted (id, checksum) pairs: the same states give the same hash in any shard layout."""

@@ -65,6 +65,14 @@ def state_bytes(corpus: CorpusNumbers, hidden_size: int, num_aux: int, codec: st
     return {"aux": corpus.num_tokens * num_aux * row, "final": final_rows * row, "index": index}
 
 
+def shard_limit(
+    shard_bytes: int, staging_bytes: int, num_open: int, stored_per_token: float, dump_per_token: int
+) -> int:
+    """Bytes at which a shard is closed: its own limit, or when its dumps fill their share of staging."""
+    by_staging = staging_bytes / (2 * num_open) / dump_per_token * stored_per_token
+    return max(1, min(shard_bytes, int(by_staging)))
+
+
 def dump_bytes_per_token(hidden_size: int, num_aux: int) -> int:
     """Bytes a staged dump holds per token: every state in bf16, and the token id."""
     return 2 * hidden_size * (num_aux + 1) + 8

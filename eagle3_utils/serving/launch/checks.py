@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.launch import gpus
 
@@ -137,6 +138,11 @@ def check_model(path: Path) -> int:
     if not weights:
         raise UserError("no weights (*.safetensors) in the model's folder", str(path))
     return sum(file.stat().st_size for file in weights)
+
+
+def num_gpus_of(options: ServingOptions) -> int:
+    """GPUs a server takes: its tensor-parallel ranks (attention data parallelism shares them), else one per copy."""
+    return options.tp_size if options.tp_size > 1 else options.dp_size
 
 
 def check_memory(weight_bytes: int, device: str, num_gpus: int) -> None:

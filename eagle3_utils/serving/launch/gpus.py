@@ -43,8 +43,12 @@ def _ask(query: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command.append(f"--id={visible}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        if visible.strip() in ("", "-1"):
+            return []
+        if not visible.startswith("MIG"):  # nvidia-smi finds whole GPUs only
+            command.append(f"--id={visible}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

@@ -5,7 +5,9 @@ T tokens, L auxiliary layers, H hidden size, V vocabulary, n decoder layers (so 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -153,15 +155,37 @@ def anchor_gate(
     )
 
 
-def invariance_figures(dump, reference) -> tuple[float, float]:
-    """Two dumps of one sequence: mean cosine and share of stray rows, the worse of `aux` layers and `final` each.
+class Likeness(NamedTuple):
+    """How alike two dumps of one sequence are: mean and first percentile of the rows' cosines, share of stray rows."""
 
-    The mean tells another layer or precision, the share a few rows that belong to something else.
+    mean: float
+    low: float
+    stray: float
+
+    @classmethod
+    def worst(cls, all_of_them: Iterable[Likeness]) -> Likeness:
+        """The lowest cosines and the highest share."""
+        means, lows, strays = zip(*all_of_them, strict=True)
+        return cls(min(means), min(lows), max(strays))
+
+    def within(self, limits: Likeness) -> bool:
+        """Whether all three are."""
+        return self.mean >= limits.mean and self.low >= limits.low and self.stray <= limits.stray
+
+
+def likeness(dump, reference) -> Likeness:
+    """The worst of all `aux` layers and `final` of two dumps of one sequence.
+
+    The mean tells another layer or precision, the others a few rows that belong to something else. A value that is
+    not finite counts as the worst.
     """
     pairs = [(dump.aux[:, i], reference.aux[:, i]) for i in range(dump.aux.shape[1])] + [(dump.final, reference.final)]
-    cosines = [row_cosines(one, other) for one, other in pairs]
-    stray = [stray_rows(*pair, own) for pair, own in zip(pairs, cosines, strict=True)]
-    return float(min(c.mean() for c in cosines)), float(max(s.float().mean() for s in stray))
+    figures = []
+    for one, other in pairs:
+        own = row_cosines(one, other).nan_to_num(-1.0)
+        stray = stray_rows(one, other, own).float().mean()
+        figures.append(Likeness(float(own.mean()), float(torch.quantile(own, 0.01)), float(stray)))
+    return Likeness.worst(figures)
 
 
 def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -175,5 +199,5 @@ def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor)
     for part in doubtful.split(256):
         similar = torch.nn.functional.normalize(states[part].float(), dim=-1) @ rows.T  # [256, T]
         similar[torch.arange(len(part)), part] = -1.0
-        stray[part] = own[part] < similar.amax(-1) + _MARGIN
+        stray[part] = own[part] < similar.nan_to_num(1.0).amax(-1) + _MARGIN
     return stray

@@ -67,7 +67,8 @@ def run_pilot(
     shutil.rmtree(folder, ignore_errors=True)
     try:
         plain = replace(meta, codec="bf16", final="all")
-        report = extract(servers, choose_pilot(records, config.num_pilot_samples), folder, plain, config)
+        here = config.model_copy(update={"shard_builders": 0})  # the start of processes would count as extraction
+        report = extract(servers, choose_pilot(records, config.num_pilot_samples), folder, plain, here)
         reader = StoreReader(folder)
         samples = [reader.read(index) for index in range(len(reader))]
         codecs = {name: measure_codec(samples, name, meta.aux_layers, teacher_logits) for name in CODECS}

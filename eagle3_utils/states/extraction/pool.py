@@ -58,6 +58,7 @@ class Worker:
     retry_at: float = 0.0
     dead: bool = False
     num_done: int = 0
+    last_success: float = 0.0
 
 
 class Pool:
@@ -111,7 +112,7 @@ class Pool:
         """A task's sample is in the writer's hands."""
         with self._lock:
             self._leave(worker, task)
-            worker.failing_since, worker.failures = None, 0
+            worker.failing_since, worker.failures, worker.last_success = None, 0, time.monotonic()
             worker.num_done += 1
             self._finish(task)
 
@@ -145,6 +146,20 @@ class Pool:
                 self._finish(task)
                 return True
             heapq.heappush(self._ready, task)
+            return False
+
+    def timed_out(self, worker: Worker, task: Task, asked_at: float) -> bool:
+        """No answer came in time: the sample's fault when the server has answered others since (`sample_failed`).
+
+        Else the server hangs: it is dead, and the task goes back to the pool. Returns True when the sample is given up.
+        """
+        if worker.last_success > asked_at:
+            return self.sample_failed(worker, task)
+        with self._lock:
+            self._leave(worker, task)
+            worker.dead = True
+            heapq.heappush(self._ready, task)
+            self._wake_all()
             return False
 
     def stop(self) -> None:

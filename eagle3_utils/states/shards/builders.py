@@ -27,8 +27,10 @@ _MOST_PROCESSES = 8
 Loader = Callable[[], Sample]  # can be sent to another process
 
 
-def processes_for(num_cores: int | None = None) -> int:
-    """How many processes build shards where the parameters leave it open; 0: threads of this one do, on few cores."""
+def processes_for(shard_builders: int | None, num_cores: int | None = None) -> int:
+    """How many processes build shards; where the parameter leaves it open (None) 0 on few cores: threads do it then."""
+    if shard_builders is not None:
+        return shard_builders
     num_cores = num_cores or len(os.sched_getaffinity(0))
     return min(_MOST_PROCESSES, num_cores // _CORES_PER_PROCESS) if num_cores >= 2 * _CORES_PER_PROCESS else 0
 
@@ -51,8 +53,10 @@ def build_shard(path: Path, samples: Sequence[Sample | Loader], meta: StoreMeta)
 
 
 def _loaded(sample: Sample | Loader) -> Sample | None:
+    if not callable(sample):
+        return sample
     try:
-        return sample() if callable(sample) else sample
+        return sample()
     except FileNotFoundError:
         return None
 
@@ -81,11 +85,9 @@ class BuilderProcesses:
 
 
 def _prepare() -> None:
-    """In a new process: one thread, no Ctrl-C of its own, and the parent's end is its end."""
-    import signal
-
+    """In a new process: one thread, no signals meant for the parent's group, and the parent's end is its end."""
+    os.setpgrp()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -62,7 +62,7 @@ def row_problem(shard: Shard, row: int) -> str | None:
 def _rows(shard: Shard) -> list[dict]:
     rows = []
     for row, sample_id in enumerate(shard.ids):
-        num_bytes = sum(array.nbytes for array in shard.arrays(row).values())
+        num_bytes = shard.num_bytes(row)
         length = int(shard.offsets[row + 1] - shard.offsets[row])
         rows.append({"id": sample_id, "source": shard.sources[row], "num_tokens": length, "row": row})
         rows[-1] |= {"checksum": int(shard.checksums[row]), "num_bytes": num_bytes}

@@ -191,9 +191,10 @@ class Shard:
         self._asked_to = {name: column.position for name, column in self._columns.items()}
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._descriptors = {name: os.open(path, os.O_RDONLY) for name in ("aux", "final")}
-        for descriptor in self._descriptors.values():
-            weakref.finalize(self, os.close, descriptor)
+        self._descriptors = {}
+        for name in ("aux", "final"):
+            self._descriptors[name] = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptors[name])
 
     def _check_header(self) -> None:
         num_samples = len(self.ids)
@@ -225,6 +226,12 @@ class Shard:
         """Only the ids and masks of one sample, as views; nothing of its states is asked from the disk."""
         start, stop = int(self.offsets[row]), int(self.offsets[row + 1])
         return {name: self._view(self._columns[name], start, stop) for name in INDEX}
+
+    def num_bytes(self, row: int) -> int:
+        """Stored bytes of one sample."""
+        length, num_final = (int(b[row + 1] - b[row]) for b in (self.offsets, self.final_offsets))
+        rows = {name: length if name in PER_ROW else num_final for name in self._columns}
+        return sum(rows[name] * column.row_bytes for name, column in self._columns.items())
 
     def read_into(self, row: int, name: str, out: np.ndarray, first: int = 0) -> None:
         """Copy rows `first : first + len(out)` of one sample's `aux` or `final` into `out` (contiguous), past the map.

@@ -3,8 +3,9 @@
     python benchmarks/data.py
     python benchmarks/data.py --records 1000000      # all of stage 01, and the memory it takes
 
-The bare rate is `tokenizers`' own `encode_batch` on the rendered text: what rendering, finding the spans and making
-the masks cost comes on top. Conversations are made up from the repository's prompts, so nothing is downloaded.
+The bare rate is `tokenizers`' own `encode_batch` on the rendered text, and in a second row tiktoken's `encode`, for
+tokenizers without offsets: what rendering, finding the spans and making the masks cost comes on top. Conversations are
+made up from the repository's prompts, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from time import perf_counter
 from typing import Any
 
 import psutil
+from tiktoken import Encoding
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle3_utils.corpus.generation.responses import read_prompts
 from eagle3_utils.corpus.merge import merge
@@ -60,19 +63,23 @@ def in_turns(*works) -> list[list[float]]:
     return times
 
 
-def masking() -> dict[str, float]:
-    """Rendering, tokenising and masking beside `encode_batch` on the same text."""
+def masking(without_offsets: bool = False) -> dict[str, float]:
+    """Rendering, tokenising and masking beside the tokenizer alone on the same text."""
     tokenizer = load_tokenizer(load_target("example"))
+    slow = TiktokenKind(tokenizer) if without_offsets else None
     chats = conversations()
     texts = [ChatRenderer(tokenizer).render(chat)[0] for chat in chats]
     batches = [slice(start, start + BATCH) for start in range(0, len(chats), BATCH)]
     counts: list[int] = []
 
     def bare() -> None:
+        if slow is not None:
+            counts[:] = [len(slow.encode(text)) for text in texts]
+            return
         counts[:] = [len(e.ids) for b in batches for e in tokenizer.backend_tokenizer.encode_batch(texts[b])]
 
     def masked() -> None:
-        renderer, encoder = ChatRenderer(tokenizer), SpanTokenizer(tokenizer)
+        renderer, encoder = ChatRenderer(tokenizer), SpanTokenizer(slow or tokenizer)
         for batch in batches:
             rendered = [renderer.render(chat) for chat in chats[batch]]
             encoder.encode_batch([text for text, _ in rendered], [spans for _, spans in rendered])
@@ -81,6 +88,7 @@ def masking() -> dict[str, float]:
     shares = sorted(alone / ours for alone, ours in zip(bare_seconds, masked_seconds, strict=True))
     tokens = sum(counts)
     return {
+        "tokenizer": "of the tiktoken kind" if without_offsets else "with offsets",
         "conversations": len(chats),
         "tokens": tokens,
         "bare_tokens_per_second": round(tokens / median(bare_seconds)),
@@ -88,6 +96,26 @@ def masking() -> dict[str, float]:
         "share_of_bare": round(median(shares), 3),
         "shares_by_round": [round(share, 3) for share in shares],
     }
+
+
+class TiktokenKind:
+    """A tokenizer without offsets, as Kimi's is: tiktoken's own encoder with the vocabulary of another tokenizer."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        ranks = {bytes(map(byte_of.get, t)): i for t, i in tokenizer.get_vocab().items() if t not in self._special}
+        pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        self._encoding = Encoding("example", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._special)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all")
 
 
 def write_chats(path: Path, num: int) -> None:
@@ -136,7 +164,11 @@ def main() -> None:
     parser.add_argument("--records", type=int, help="measure all of stage 01 on so many records instead")
     parser.add_argument("--dedupe", choices=["none", "exact", "near"], default="near")
     arguments = parser.parse_args()
-    print(json.dumps(merging(arguments.records, arguments.dedupe) if arguments.records else masking()))
+    if arguments.records:
+        print(json.dumps(merging(arguments.records, arguments.dedupe)))
+        return
+    for without_offsets in (False, True):
+        print(json.dumps(masking(without_offsets)))
 
 
 if __name__ == "__main__":

@@ -80,9 +80,12 @@ class GenerateConfig(ServingOptions, StageConfig):
 
     prompts: list[str] = ["data/prompts/chat.jsonl", "data/prompts/maths.jsonl", "data/prompts/code.jsonl"]
     earlier_responses: list[str] = ["data/responses/smollm2-135m-instruct.jsonl.zst"]  # taken as already done
+    synthesise_prompts: int = Field(0, ge=0)  # so many more that the target makes up itself
+    synthesise_language: Literal["english", "any"] = "english"  # which of them are kept
     endpoints: list[str] = []  # empty: start SGLang here; else http(s) addresses
     api: Literal["sglang", "openai"] = "sglang"
     api_model: str | None = None  # the model's name at an OpenAI-style endpoint
+    extra_body: dict[str, Any] = {}  # laid over every request; null takes a field out
     max_new_responses: int | None = None  # None: answer every prompt that has no answer yet
     temperature: float = Field(0.7, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -6,10 +6,11 @@ is known by a content hash.
 
 from __future__ import annotations
 
-from typing import Any
+import httpx
 
 from eagle3_utils import runs
 from eagle3_utils.config import StageConfig
+from eagle3_utils.corpus.reading.sources import SourceSpec, parse_sources, source_files
 from eagle3_utils.errors import UserError
 from eagle3_utils.target import load_target
 
@@ -34,7 +35,7 @@ def stage_inputs(config: StageConfig) -> dict[str, str]:
     Raises
     ------
     UserError
-        When an earlier stage it needs is not done, or a file named in the parameters does not exist.
+        When an earlier stage it needs is not done, or a file or dataset named in the parameters does not exist.
     """
     inputs = {"target": load_target(config.model, config.trust_remote_code).fingerprint}
     for name, (stage, output) in UPSTREAM[config.stage].items():
@@ -43,7 +44,27 @@ def stage_inputs(config: StageConfig) -> dict[str, str]:
         inputs[name] = runs.output_of(config, stage, output)
     for path in _files(config):
         inputs[f"file {path}"] = runs.hash_files([runs.resolve_path(path)])
+    entries = getattr(config, "sources", [])
+    for entry, spec in zip(entries, parse_sources(entries, runs.data_folder(config)) if entries else [], strict=True):
+        if spec.hf:
+            inputs[f"dataset {spec.hf}"] = _dataset_hash(spec)
+        elif "{data}" not in entry["path"]:
+            inputs[f"file {spec.path}"] = runs.hash_files(source_files(spec))
     return inputs
+
+
+def _dataset_hash(spec: SourceSpec) -> str:
+    """Of a folder its files' hash, of a dataset on the hub the commit it stands at."""
+    folder = runs.resolve_path(spec.hf)
+    if folder.is_dir():
+        return runs.hash_files(sorted(path for path in folder.rglob("*") if path.is_file()))
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(spec.hf).sha
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"cannot find this dataset: {reason}", f"sources: {spec.name}: {spec.hf}") from None
 
 
 def _reads_responses(config: StageConfig) -> bool:
@@ -55,8 +76,6 @@ def _files(config: StageConfig) -> list[str]:
     paths: list[str] = []
     for field in ("prompts", "earlier_responses", "decontaminate_with"):
         paths += getattr(config, field, None) or []
-    sources: list[dict[str, Any]] = getattr(config, "sources", None) or []
-    paths += [source["path"] for source in sources if "path" in source and "{data}" not in source["path"]]
     for path in paths:
         if not runs.resolve_path(path).exists():
             raise UserError("no such file or folder", f"{config.stage}: {path}", exit_code=2)

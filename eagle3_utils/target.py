@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.example_target import make_example_target
-from eagle3_utils.runs import resolve_path
+from eagle3_utils.runs import read_json, resolve_path
 
 EXAMPLE_FOLDER = "outputs/models/SmolLM2-135M-Instruct"
 
@@ -96,6 +96,27 @@ def load_tokenizer(target: Target):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(target.path, trust_remote_code=target.trust_remote_code)
+
+
+def stop_ids_of(target: Target, tokenizer: Any = None) -> list[int]:
+    """Tokens that end an answer, as SGLang takes them: of generation_config.json, config.json and the tokenizer."""
+    found = {getattr(tokenizer, "eos_token_id", None)} - {None}
+    configs = [target.text_config, read_json(target.path / "generation_config.json") or {}]
+    for ids in (config.get("eos_token_id") for config in configs):
+        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return sorted(found)
+
+
+def added_token_ids(target: Target) -> list[int]:
+    """Tokens that stand beside the tokenizer's own vocabulary (end of turn, `<think>`, tool calls, reserved ones …).
+
+    Read from the tokenizer's files, so that none of its code runs; those the model has no row for are left out.
+    """
+    config, old = (read_json(target.path / name) or {} for name in ("tokenizer_config.json", "added_tokens.json"))
+    found = {int(token) for token in config.get("added_tokens_decoder") or {}} | set(old.values())
+    if not found:  # tokenizer.json is large
+        found = {token["id"] for token in (read_json(target.path / "tokenizer.json") or {}).get("added_tokens", [])}
+    return sorted(token for token in found if token < target.vocab_size)
 
 
 def load_lm_head(target: Target) -> torch.Tensor:

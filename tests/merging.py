@@ -26,8 +26,7 @@ def write(path, rows) -> str:
     return str(path)
 
 
-def build(folder, tokenizer, entries, evaluation=(), **settings):
+def build(folder, tokenizer, entries, evaluation=(), log=lambda line: None, **settings):
     specs = parse_sources(entries, folder)
     settings = MergeSettings(**{"max_seq_len": 256, "val_fraction": 0.2} | settings)
-    quiet = lambda line: None  # noqa: E731
-    return merge(specs, settings, tokenizer, len(tokenizer), folder / "corpus", evaluation_files=evaluation, log=quiet)
+    return merge(specs, settings, tokenizer, len(tokenizer), folder / "corpus", evaluation_files=evaluation, log=log)

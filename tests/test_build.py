@@ -1,7 +1,9 @@
 """A new draft: shape, vocabulary and first weights; a warm start keeps its own vocabulary."""
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from draft_folders import LAYERS
@@ -35,6 +37,27 @@ def test_end_tokens_are_in_the_vocabulary_whatever_their_counts(target):
     counts[100:400] = 5
     vocab = corpus_vocab(counts, target, 256)
     assert vocab.t2d[target.text_config["eos_token_id"]] and len(vocab.target_ids) == 256
+
+
+def test_added_and_stop_tokens_are_in_the_vocabulary_whatever_their_counts(target, tmp_path):
+    """Stops that only generation_config.json names, and think marks, may be rare: none may be impossible to draft."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [601, 602]}')
+    names = {str(token): {"content": f"<{token}>"} for token in range(700, 716)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": names}))
+    counts = np.zeros(target.vocab_size, dtype=np.int64)
+    counts[100:500] = 5
+    vocab = corpus_vocab(counts, replace(target, path=tmp_path), 256)
+    assert vocab.t2d[[601, 602, *range(700, 716)]].all() and len(vocab.target_ids) == 256
+    assert vocab.target_ids.tolist()[1:5] == [100, 101, 102, 103]  # the first is the end token of config.json
+
+
+def test_of_thousands_of_added_tokens_only_supervised_ones_are_forced(target, tmp_path):
+    names = {str(token): {"content": f"<{token}>"} for token in range(1000, 4000)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": names}))
+    counts = np.zeros(target.vocab_size, dtype=np.int64)
+    counts[100:500], counts[1500] = 5, 1
+    vocab = corpus_vocab(counts, replace(target, path=tmp_path), 256)
+    assert vocab.t2d[1500] and vocab.t2d[1000:4000].sum() == 1 and len(vocab.target_ids) == 256
 
 
 def test_frozen_head_is_no_parameter_to_train(target):

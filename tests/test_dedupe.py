@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key, ngram_hashes, words_of
+from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key, ngram_hashes, text_key, words_of
 
 WORDS = [f"word{i}" for i in range(400)]
 
@@ -19,6 +19,12 @@ def test_exact_key_looks_past_case_spacing_and_punctuation():
     assert exact_key("Hello,  world!") == exact_key("hello world")
     assert exact_key("hello world") != exact_key("hello worlds")
     assert exact_key("!!!") != exact_key("???")
+
+
+def test_text_key_looks_past_spacing_only():
+    assert text_key("return  a - b\n") == text_key("return a - b")
+    assert text_key("return a - b") != text_key("return a + b")
+    assert text_key("Hello") != text_key("hello")
 
 
 def jaccard(left: list[str], right: list[str]) -> float:
@@ -62,3 +68,4 @@ def test_a_short_evaluation_prompt_leaks_only_as_a_whole_turn():
     decontaminator.add("eval-1", "Hello there")
     assert decontaminator.leak(["hello there!"]) == "eval-1"
     assert decontaminator.leak(["Hello there, can you help me?"]) is None
+    assert decontaminator.num_texts == 1

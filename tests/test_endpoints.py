@@ -124,3 +124,75 @@ def test_tools_go_out_and_tool_calls_come_back(endpoint):
 def test_an_openai_endpoint_needs_a_model_name():
     with pytest.raises(UserError, match="api_model"):
         EndpointPool(["http://x"], api="openai")
+
+
+ANSWER = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
+
+
+def answering(endpoint, *answers):
+    """Let an endpoint give these answers one after the other."""
+    left = list(answers)
+    endpoint.answer = lambda path, body: left.pop(0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"error": {"code": 502, "message": "provider"}},
+        {"error": "overloaded"},
+        {"error": {"code": 429, "message": "slow down"}},
+        {"choices": [{"message": {"content": "ye"}, "error": {"code": 504}}]},
+    ],
+)
+def test_an_error_inside_an_answer_with_status_200_is_tried_again(endpoint, fault):
+    answering(endpoint, fault, ANSWER)
+    reply, pool = ask([endpoint.url], api="openai")
+    assert reply.text == "yes" and pool.num_retries == 1
+
+
+def test_a_final_error_inside_an_answer_is_not_tried_again_and_other_nonsense_neither(endpoint):
+    for fault, words in (
+        ({"error": {"code": 403}}, "HTTP 400"),
+        ({"id": 1}, "no openai answer"),
+        ([], "no openai answer"),
+    ):
+        answering(endpoint, fault)
+        with pytest.raises(RequestFailed, match=words):
+            ask([endpoint.url], api="openai")
+
+
+def test_token_ids_of_an_openai_endpoint_count_only_for_the_prompt_we_know(endpoint):
+    choice = ANSWER["choices"][0]
+    with_ids = {"choices": [choice | {"token_ids": [7, 8]}]}
+    for prompt_ids, expected in (([1, 2], [7, 8]), ([1, 2, 3], None), (None, None)):
+        answering(endpoint, with_ids | {"prompt_token_ids": prompt_ids})
+        assert ask([endpoint.url], api="openai")[0].output_ids == expected
+
+
+def test_extra_fields_are_laid_over_every_request_and_null_takes_one_out(endpoint):
+    extra = {"max_tokens": None, "max_completion_tokens": 9, "chat_template_kwargs": {"enable_thinking": False}}
+    ask([endpoint.url], api="openai", extra_body=extra)
+    body = endpoint.seen[0][1]
+    assert "max_tokens" not in body and body["max_completion_tokens"] == 9 and body["model"] == "some-model"
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    ask([endpoint.url], extra_body={"sampling_params": {"top_k": 20}})
+    assert endpoint.seen[1][1]["sampling_params"] == {
+        "temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256, "top_k": 20,
+        "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes", ("hm", "yes")),
+        ("<|channel|>final<|message|>yes<|return|>", (None, "yes")),
+        ("<|channel|>analysis<|message|>cut", None),
+        ("<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>", None),
+        ("<tool_call>{}</tool_call> <|channel|>", None),
+    ],
+)
+def test_channels_of_gpt_oss_become_reasoning_and_answer_and_other_marks_stay(endpoint, text, expected):
+    answering(endpoint, {"text": text, "output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}}})
+    reply, _ = ask([endpoint.url])
+    assert (reply.reasoning, reply.text) == (expected or (None, text)) and reply.output_ids == [5]

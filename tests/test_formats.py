@@ -45,10 +45,26 @@ def test_a_response_keeps_its_generated_ids():
     assert earlier.loss_mask == [0, 1, 0, 1, 1]
 
 
+@pytest.mark.parametrize("given", [{"a": "é"}, '{"a": "é"}', '{"a": "\\u00e9"}'])
+def test_arguments_of_a_tool_call_become_an_object(given):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": given}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (kept,) = to_item({"messages": [ASKED, answer]}, "messages").messages[1]["tool_calls"]
+    assert kept == call | {"function": {"name": "add", "arguments": {"a": "é"}}}
+    flat = ANSWERED | {"tool_calls": [call["function"]]}
+    assert to_item({"messages": [ASKED, flat]}, "messages").messages[1]["tool_calls"] == [kept["function"]]
+    made = SAME["response"] | {"tool_calls": [call]}
+    assert to_item(made, "response").messages[1]["tool_calls"] == [kept]
+
+
 def test_tokenized_and_text():
     item = to_item({"input_ids": [1, 2], "loss_mask": [False, True]}, "tokenized")
     assert (item.input_ids, item.loss_mask) == ([1, 2], [0, 1])
     assert text_of(to_item({"text": "Once."}, detect_format({"text": "Once."}))) == "Once."
+
+
+def calling(call) -> dict:
+    return {"messages": [ASKED, ANSWERED | {"tool_calls": [call]}]}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +89,9 @@ def test_tokenized_and_text():
         ({"text": " "}, "no text"),
         ({"messages": [ASKED], "text": None, "finish_reason": "stop"}, "the response is not text"),
         ({"messages": [ASKED, ANSWERED], "tools": "calculator"}, "tools is not a list"),
+        (calling("add"), "a tool call is not an object"),
+        (calling({"function": {"name": "add", "arguments": "{a: 1"}}), "arguments of a tool call are not JSON"),
+        (calling({"function": {"name": "add", "arguments": "[1]"}}), "arguments of a tool call are not an object"),
     ],
 )
 def test_unusable_records_have_a_reason(record, reason):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 
+import nbformat
 import papermill
 import pytest
 from chat_templates import speaking
 from fake_endpoint import Endpoint
 from transformers import AutoTokenizer
 
+from eagle3_utils.config import GenerateConfig
 from eagle3_utils.corpus.generation import generate, responses
 from eagle3_utils.corpus.generation.endpoints import EndpointPool, Sampling
 from eagle3_utils.corpus.generation.responses import GenerateSettings
@@ -69,7 +72,7 @@ def test_openai_responses_have_text_and_cost_and_the_key_is_in_no_file(tmp_path,
     endpoint.script = [(500, {})]
     summary = run([prompt(1), prompt(2)], path, [endpoint.url + "/v1/"], tokenizer, api="openai")
     line = responses.read_responses(path)["p1"]
-    assert line["text"] == "SAY 1" and "output_ids" not in line
+    assert line["text"] == "SAY 1" and "output_ids" not in line and line["cost"] == 0.25
     assert endpoint.seen[0][0] == "/v1/chat/completions" and endpoint.seen[0][1]["model"] == "some-model"
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
     assert (summary.cost, summary.prompt_tokens, summary.num_retries) == (0.5, 10, 1)
@@ -92,6 +95,51 @@ def test_the_key_is_in_no_file_or_notebook_of_a_whole_stage(tmp_path, endpoint, 
     assert {"out.ipynb", "responses.jsonl", "responses.json", "metrics.json", "DONE.json"} <= {f.name for f in files}
     assert "HTTP 400" in (tmp_path / "out.ipynb").read_text()
     assert not [file for file in files if KEY.encode() in file.read_bytes()]
+
+
+def run_notebook_here(notebook, parameters):
+    """The notebook's code cells in this process: a kernel of its own takes seconds to import what is here already."""
+    namespace = {"display": lambda figure: None}
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        if cell.cell_type == "code":
+            code = compile(cell.source, str(notebook), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            waited = eval(code, namespace)
+            if waited is not None:
+                asyncio.run(waited)
+        if "parameters" in cell.metadata.get("tags", []):
+            namespace |= parameters
+
+
+def test_a_stage_without_prompts_lets_the_target_make_them_up_and_answers_them(tmp_path, endpoint, tiny_llama):
+    def answer(path, body):
+        ids, sampling = body["input_ids"], body["sampling_params"]
+        opening = endpoint.tokenizer.decode(ids).endswith("<|im_start|>user\n")
+        what = sampling["sampling_seed"] if opening else "them"
+        meta = {"finish_reason": {"type": "stop"}}
+        return {"text": f"What would you do with the {what} old bicycles?", "output_ids": [9, 2], "meta_info": meta}
+
+    endpoint.answer = answer
+    parameters = {
+        "run_dir": str(tmp_path / "run"), "model": str(tiny_llama), "prompts": [], "earlier_responses": [],
+        "endpoints": [endpoint.url], "synthesise_prompts": 3, "num_concurrent": 1,
+    }  # fmt: skip
+    run_notebook_here(repo_root() / "notebooks" / "00_generate_responses.ipynb", parameters)
+    made = list(responses.read_responses(tmp_path / "run" / "data" / "responses.jsonl").values())
+    assert [line["id"] for line in made] == [f"self-made-0-00000{number}" for number in range(3)]
+    assert made[2]["messages"][-1]["content"] == "What would you do with the 2 old bicycles?"
+    metrics = json.loads((tmp_path / "run" / "00_generate_responses" / "metrics.json").read_text())
+    assert (metrics["self_made_prompts"], metrics["responses"]) == (3, 3)
+
+
+def test_fields_added_to_requests_are_part_of_how_responses_were_drawn(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    plain = generate.settings_from(GenerateConfig(), "model-1")
+    assert plain.extra_body is None
+    responses.resume(path, plain)
+    path.write_text(json.dumps(prompt(1) | {"text": "SAY 1"}) + "\n")
+    assert set(responses.resume(path, plain)) == {"p1"}
+    with pytest.raises(UserError, match="extra_body"):
+        responses.resume(path, generate.settings_from(GenerateConfig(extra_body={"top_k": 20}), "model-1"))
 
 
 def test_earlier_turns_keep_their_generated_ids(tmp_path, endpoint, tokenizer):
@@ -184,9 +232,9 @@ def test_progress_is_told_as_responses_come(tmp_path, endpoint, tokenizer):
 
 
 def test_rows_by_source_count_tokens_and_endings(tokenizer):
-    made = [prompt(i, source=s) | {"text": "a b", "output_ids": [1] * n, "finish_reason": f}
+    made = [prompt(i, source=s) | {"text": "a b", "output_ids": [1] * n, "finish_reason": f, "cost": 0.1 * n}
             for i, (s, n, f) in enumerate([("x", 4, "stop"), ("x", 2, "length"), ("y", 5, "stop")])]  # fmt: skip
     rows = generate.describe(made, {"p1"}, tokenizer)
     assert rows[0] == {"source": "x", "responses": 2, "generated_earlier": 1, "tokens": 6, "mean_tokens": 3.0,
-                       "ended_by_itself": 0.5}  # fmt: skip
+                       "cost": 0.6, "ended_by_itself": 0.5}  # fmt: skip
     assert [row["tokens"] for row in rows] == [6, 5]

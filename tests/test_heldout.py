@@ -1,7 +1,5 @@
 """Held-out prompts decoded: that both decodings agree, what is counted, and replay beside real decoding."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from small_models import AUX_LAYERS, small_draft, small_model
@@ -23,14 +21,6 @@ def model():
 @pytest.fixture(scope="module")
 def draft(model):
     return small_draft(model)
-
-
-def test_stop_ids_come_from_generation_config_config_and_tokenizer(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    target = SimpleNamespace(path=tmp_path, text_config={"eos_token_id": 2})
-    assert heldout.stop_ids_of(target, SimpleNamespace(eos_token_id=9)) == [2, 5, 7, 9]
-    (tmp_path / "generation_config.json").unlink()
-    assert heldout.stop_ids_of(target, SimpleNamespace(eos_token_id=None)) == [2]
 
 
 def decoded(source, num_tokens, num_accepted):

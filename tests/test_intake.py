@@ -9,7 +9,8 @@ import pytest
 from merging import build, pair, question, write
 from transformers import AutoTokenizer
 
-from eagle3_utils.corpus.reading.intake import last_turn_end
+from eagle3_utils.corpus.reading.intake import _chunks, last_turn_end
+from eagle3_utils.corpus.reading.sources import RawRecord
 from eagle3_utils.corpus.records import read_parquet
 from eagle3_utils.errors import UserError
 
@@ -31,7 +32,7 @@ def test_every_record_left_out_has_file_line_and_reason(tmp_path, tokenizer):
     rows = [
         pair(1),
         "{broken",
-        pair(1) | {"response": pair(1)["response"].upper()},  # the same words
+        pair(1) | {"response": pair(1)["response"].replace(" ", "  ")},  # the same but for spacing
         pair(2) | {"prompt": f"Please tell me. {question(900)}"},
         {"prompt": "hi", "response": ""},
         {"nothing": 1},
@@ -197,26 +198,98 @@ def test_a_template_whose_own_markers_disagree_stops_the_run(tmp_path, tiny_llam
     assert all("markers say otherwise" in line["reason"] for line in rejected(tmp_path))
 
 
+def test_five_files_without_ids_have_different_ones_that_do_not_depend_on_the_order(tmp_path, tokenizer):
+    ids = []
+    for name, numbers in (("all", range(5)), ("last", (0, 4))):
+        (tmp_path / name).mkdir()
+        for shard in numbers:
+            write(tmp_path / name / f"part-{shard}.jsonl", [pair(10 * shard + i) for i in range(2)])
+        build(tmp_path / name, tokenizer, [{"name": "x", "path": str(tmp_path / name)}])
+        ids.append([r.id for s in ("train", "val") for r in read_parquet(tmp_path / name / "corpus" / f"{s}.parquet")])
+    assert len(set(ids[0])) == 10 and set(ids[1]) < set(ids[0])
+    assert "x-part-3.jsonl-0000002" in ids[0]
+
+
+def test_any_number_of_records_with_one_id(tmp_path, tokenizer):
+    for shard in range(5):
+        write(tmp_path / f"part-{shard}.jsonl", [pair(shard, id="same")])
+    build(tmp_path, tokenizer, [{"name": "x", "path": f"{tmp_path}/*.jsonl"}])
+    ids = {r.id for s in ("train", "val") for r in read_parquet(tmp_path / "corpus" / f"{s}.parquet")}
+    assert ids == {"same", "x/same", "x/same#1", "x/same#1#2", "x/same#1#3"}
+
+
+def test_records_that_differ_in_an_operator_or_a_tool_call_are_no_exact_duplicates(tmp_path, tokenizer):
+    def call(city: str) -> dict:
+        function = {"name": "weather", "arguments": {"city": city}}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+    asked = {"role": "user", "content": question(1)}
+    rows = [{"messages": [asked, call(city), ANSWER]} for city in ("Oslo", "Rome", "Oslo")]
+    rows += [{"messages": [asked, ANSWER | {"content": f"return a {sign} b, I think."}]} for sign in "+-+"]
+    path = write(tmp_path / "x.jsonl", rows)
+    count = build(tmp_path, tokenizer, [{"name": "x", "path": path}], dedupe="exact").sources[0]
+    assert (count.taken, count.dropped) == (4, {"exact duplicate": 2})
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_an_evaluation_prompt_is_found_in_every_turn(tmp_path, tokenizer, role):
+    write(tmp_path / "eval.jsonl", [{"question": question(900)}])
+    turns = {name: {"role": name, "content": question(i)} for i, name in enumerate(("system", "user", "assistant"))}
+    leaked = turns | {role: {"role": role, "content": f"As asked: {question(900)}"}}
+    path = write(tmp_path / "x.jsonl", [{"messages": list(rows.values())} for rows in (turns, leaked)])
+    report = build(tmp_path, tokenizer, [{"name": "x", "path": path}], [tmp_path / "eval.jsonl"], dedupe="none")
+    assert report.sources[0].dropped == {"evaluation prompt": 1} and report.corpus["evaluation_prompts"] == 1
+
+
+def test_a_format_that_was_seen_is_logged_with_its_place_and_one_that_was_named_is_not(tmp_path, tokenizer):
+    path, lines, counts = write(tmp_path / "x.jsonl", [pair(i) for i in range(4)]), [], []
+    for more in ({}, {"format": "prompt_response"}):
+        report = build(tmp_path, tokenizer, [{"name": "x", "path": path} | more], log=lines.append)
+        counts += report.sources
+    assert [(count.format, count.detected) for count in counts] == [
+        ("prompt_response", True),
+        ("prompt_response", False),
+    ]
+    assert [line for line in lines if "format" in line] == [f"source x: format prompt_response, seen from {path}:1"]
+
+
+def test_records_tokenised_together_are_limited_by_number_and_by_bytes(monkeypatch):
+    for name, limit in (("_CHUNK", 3), ("_CHUNK_BYTES", 100)):
+        monkeypatch.setattr(f"eagle3_utils.corpus.reading.intake.{name}", limit)
+    raws = [RawRecord("x", 1, {}, size=size) for size in (1, 2, 3, 60, 61, 500, 4)]
+    assert [[raw.size for raw in chunk] for chunk in _chunks(raws)] == [[1, 2, 3], [60, 61], [500], [4]]
+
+
 def test_truncation_hard_or_at_the_end_of_a_turn(tmp_path, tokenizer):
     turns = [{"role": role, "content": question(i)} for i in range(3) for role in ("user", "assistant")]
     path = write(tmp_path / "x.jsonl", [{"messages": turns}, {"messages": [*turns[:1], *turns[3:]]}])
+    whole = build(tmp_path, tokenizer, [{"name": "x", "path": path}], dedupe="none").statistics.lengths()
     for truncate in ("hard", "turn"):
         settings = {"truncate": truncate, "max_seq_len": 100, "dedupe": "none"}
         report = build(tmp_path, tokenizer, [{"name": "x", "path": path}], **settings)
         lengths = report.statistics.lengths()
         record = read_parquet(tmp_path / "corpus" / "train.parquet")[0]
         assert report.sources[0].truncated == 2
+        assert report.sources[0].truncated_tokens == sum(whole) - lengths.sum()
         if truncate == "hard":
             assert lengths.tolist() == [100, 100]
         else:
             assert lengths.max() < 100 and tokenizer.decode(record.input_ids).endswith("<|im_end|>")
 
 
+def test_only_records_that_are_taken_count_as_truncated(tmp_path, tokenizer):
+    row, other = ({"input_ids": list(range(i, i + 20)), "loss_mask": [0] * 4 + [1] * 16} for i in (10, 40))
+    rows = [row, row, other, row | {"loss_mask": [0] * 10 + [1] * 10}, {key: values[:8] for key, values in row.items()}]
+    path = write(tmp_path / "x.jsonl", rows)
+    settings = {"dedupe": "exact", "max_seq_len": 10, "max_rejected_fraction": 0.5}
+    [count] = build(tmp_path, tokenizer, [{"name": "x", "path": path}], **settings).sources
+    assert (count.unusable.total(), count.dropped.total()) == (1, 1)  # nothing supervised left; a copy
+    assert (count.taken, count.truncated, count.truncated_tokens) == (3, 2, 20)
+
+
 def test_last_turn_end():
-    assert last_turn_end([0, 1, 1, 0, 0, 1, 1, 1], 8) == 8
-    assert last_turn_end([0, 1, 1, 0, 0, 1, 1, 1], 7) == 3
-    assert last_turn_end([0, 1, 1, 0], 3) == 3
-    assert last_turn_end([0, 1, 1, 0], 2) == 0
+    assert [last_turn_end([0, 1, 1, 0, 0, 1, 1, 1], limit) for limit in (8, 7)] == [8, 3]
+    assert [last_turn_end([0, 1, 1, 0], limit) for limit in (3, 2)] == [3, 0]
 
 
 def test_ids_outside_the_vocabulary_are_unusable(tmp_path, tokenizer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import huggingface_hub
 import pytest
 
 from eagle3_utils import lineage, runs
@@ -44,6 +47,45 @@ def test_merging_needs_the_generation_stage_only_when_it_reads_its_responses(sha
     assert set(lineage.stage_inputs(own)) == {"target", f"file {file}"}
     with pytest.raises(UserError, match="needs 00_generate_responses"):
         lineage.stage_inputs(MergeConfig(**shared, decontaminate_with=[]))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pattern", "hf folder"])
+def test_a_changed_file_of_a_source_of_many_changes_the_inputs(shared, tmp_path, kind):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("{}\n")
+    (folder / "b.jsonl").write_text("{}\n")
+    place = {
+        "folder": {"path": str(folder)},
+        "pattern": {"path": f"{folder}/*.jsonl"},
+        "hf folder": {"hf": str(folder)},
+    }
+    config = MergeConfig(**shared, sources=[{"name": "own"} | place[kind]], decontaminate_with=[])
+    before = lineage.stage_inputs(config)
+    assert len(before) == 2 and lineage.stage_inputs(config) == before
+    (folder / "b.jsonl").write_text("[]\n")
+    after = lineage.stage_inputs(config)
+    assert before.keys() == after.keys() and before != after
+    with pytest.raises(UserError, match="no such file"):
+        missing = {"name": "own", "path": f"{folder}/*.parquet"}
+        lineage.stage_inputs(MergeConfig(**shared, sources=[missing], decontaminate_with=[]))
+
+
+def test_a_dataset_on_the_hub_is_known_by_its_commit(shared, monkeypatch):
+    commits = iter(["abc", OSError("no network")])
+
+    def dataset_info(_api, name):
+        commit = next(commits)
+        if isinstance(commit, Exception):
+            raise commit
+        return SimpleNamespace(sha=f"{name}@{commit}")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    source = {"name": "maths", "hf": "openai/gsm8k", "config": "main"}
+    config = MergeConfig(**shared, sources=[source], decontaminate_with=[])
+    assert lineage.stage_inputs(config)["dataset openai/gsm8k"] == "openai/gsm8k@abc"
+    with pytest.raises(UserError, match=r"maths: openai/gsm8k.*no network"):
+        lineage.stage_inputs(config)
 
 
 def test_an_upstream_output_is_taken_from_its_done_file(shared):

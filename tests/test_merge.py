@@ -8,6 +8,9 @@ import pytest
 from merging import build, pair, question, write
 from transformers import AutoTokenizer
 
+from eagle3_utils.corpus.merge import merge, read_evaluation
+from eagle3_utils.corpus.reading.intake import MergeSettings
+from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.corpus.records import corpus_hash, read_parquet
 from eagle3_utils.errors import UserError
 
@@ -82,6 +85,54 @@ def test_duplicates_and_frequent_tokens_stand_in_the_description(tmp_path, token
     stop = next(row for row in about["most_frequent_tokens"] if row["text"] == "<|im_end|>")
     assert stop["count"] == 10 and 0 < stop["share"] < 0.1
     assert about["draft_vocab_coverage_by_source"]["x"].keys() == about["draft_vocab_coverage"].keys()
+
+
+USER = {"role": "user", "content": question(7)}
+
+
+@pytest.mark.parametrize(
+    "row, num",
+    [
+        ({"messages": [USER, {"role": "assistant", "content": "x"}, USER]}, 2),
+        ({"messages": [USER | {"content": [{"type": "text", "text": question(7)}]}]}, 1),
+        ({"conversations": [{"from": "human", "value": question(7)}]}, 1),
+        ({"prompt": [USER]}, 1),
+        ({"turns": [question(7), "And then?"]}, 2),
+        *(({column: question(7)}, 1) for column in ("prompt", "question", "problem", "instruction", "query", "text")),
+    ],
+)
+def test_evaluation_prompts_are_read_from_every_usual_column(tmp_path, row, num):
+    write(tmp_path / "eval.jsonl", [row])
+    evaluation = read_evaluation([tmp_path / "eval.jsonl"], 13)
+    assert evaluation.num_texts == num
+    assert evaluation.leak([f"Well, {question(7)}"]) == f"{tmp_path / 'eval.jsonl'}:1"
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ({"words": question(7)}, "1: no prompt in it; looked for in messages"),
+        ({"messages": []}, "1: no prompt in it"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "1: no prompt in it"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "1: a part that is not text"),
+        ({"prompt": question(7), "split": "train"}, "no evaluation prompt in it"),
+    ],
+)
+def test_evaluation_files_without_prompts_stop_the_run(tmp_path, row, problem):
+    write(tmp_path / "eval.jsonl", [row])
+    with pytest.raises(UserError, match=problem):
+        read_evaluation([tmp_path / "eval.jsonl"], 13)
+
+
+def test_the_sizes_of_draft_vocabularies_stand_in_the_description(tmp_path, tokenizer):
+    path = write(tmp_path / "x.jsonl", [pair(i) for i in range(12)])
+    specs, settings = parse_sources([{"name": "x", "path": path}], tmp_path), MergeSettings(256)
+    about = merge(specs, settings, tokenizer, 100_000, tmp_path / "corpus").corpus  # as of a target with many tokens
+    sizes = ["4096", "8192", "16384", "32768", "65536"]
+    for key in ("draft_vocab_coverage", "draft_vocab_coverage_held_out"):
+        assert list(about[key]) == sizes
+        assert all(0 < about[key][size] <= 1 for size in sizes)
+    assert set(about["draft_vocab_coverage"].values()) == {1.0}
 
 
 @pytest.mark.parametrize("mask", [0, 1])

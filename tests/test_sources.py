@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +12,7 @@ import pytest
 import zstandard
 
 from eagle3_utils.corpus.reading import sources
-from eagle3_utils.corpus.reading.sources import parse_sources, read_file, read_source, source_files
+from eagle3_utils.corpus.reading.sources import file_labels, parse_sources, read_file, read_source, source_files
 from eagle3_utils.errors import UserError
 
 ROWS = [{"id": "a", "text": "Grüße"}, {"id": "b", "text": "世界"}]
@@ -81,11 +82,88 @@ def test_a_wrong_encoding_and_a_cut_archive_are_problems_not_crashes(tmp_path):
     (tmp_path / "utf16.jsonl").write_bytes(LINES.decode().encode("utf-16"))
     assert {raw.problem for raw in read_file(tmp_path / "utf16.jsonl")} <= {"not UTF-8", "not JSON: Expecting value"}
     many = LINES * 20000
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(many)[:-200])
-    (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.compress(many)[:-200])
+    for kind, compress in (("gz", gzip.compress), ("zst", zstandard.compress)):
+        (tmp_path / f"cut.jsonl.{kind}").write_bytes(compress(many)[:-20])
+    (tmp_path / "no.jsonl.zst").write_bytes(b"nonsense" * 9)
     (tmp_path / "no.parquet").write_bytes(b"PAR1 nonsense")
-    for name in ("cut.jsonl.gz", "no.parquet"):
+    for name in ("cut.jsonl.gz", "cut.jsonl.zst", "no.jsonl.zst", "no.parquet"):
         assert any("cannot be read on" in (raw.problem or "") for raw in read_file(tmp_path / name)), name
+
+
+def test_zstd_frames_are_read_to_the_last_and_the_last_must_be_whole(tmp_path):
+    whole = zstandard.compress(LINES)
+    path = tmp_path / "r.jsonl.zst"
+    path.write_bytes(whole * 3)
+    assert values(path) == ROWS * 3
+    path.write_bytes(whole + zstandard.compress(LINES * 20000) + whole)
+    assert values(path) == ROWS * 20002
+    for cut in (1, len(whole) - 5):  # in the block, in the frame's header
+        path.write_bytes(whole * 2 + whole[:-cut])
+        assert [raw.value for raw in read_file(path)][:4] == ROWS * 2
+        assert "frame is cut" in list(read_file(path))[-1].problem
+
+
+def test_a_json_array_is_read_element_by_element(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_BLOCK", 7)
+    rows = [*ROWS, {"n": 1234567}, 12345, None, [1], {"text": 'a "]," b' * 9}]
+    path = tmp_path / "r.json"
+    for text in (json.dumps(rows), json.dumps(rows, indent=3, ensure_ascii=False) + "\n "):
+        path.write_text(text)
+        assert values(path) == rows
+    for text, num_whole in (('[{"a": 1}, {"a": ', 1), ('[{"a": 1}', 0), ('[{"a": 1} {"a": 2}]', 1), ('[{"a": 1}]]', 1)):
+        path.write_text(text)
+        *whole, last = read_file(path)
+        assert [raw.value for raw in whole] == [{"a": 1}] * num_whole, text
+        assert last.problem.startswith("not JSON") and last.line == num_whole + 1
+    path.write_text(" [ ] ")
+    assert values(path) == []
+    path.write_text('[{"a": "\\ud800"}, {"a": "\\ud83d\\ude00"}]')
+    assert [raw.problem for raw in read_file(path)] == ["half of a surrogate pair", None]
+
+
+def test_a_large_json_array_is_not_held_as_a_whole(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps([{"text": "x" * 1000}] * 20000))
+    tracemalloc.start()
+    assert sum(raw.size for raw in read_file(path)) > 20_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000
+
+
+@pytest.mark.parametrize("text", ["3", "null", '"text"', '{"a": [3, null]}'])
+def test_json_that_holds_no_records_is_a_problem_not_a_crash(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    spec = parse_sources([{"name": "x", "path": str(tmp_path / "r.json")}], tmp_path)[0]
+    assert {raw.problem for raw in read_source(spec)} == {"not a JSON object"}
+
+
+def test_a_configuration_reaches_the_hub_and_a_dataset_that_is_a_script_is_refused(tmp_path, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, config=None, **options):
+        asked.append((name, config, options["split"]))
+        if name == "some/script":
+            raise RuntimeError("Dataset scripts are no longer supported, but found script.py")
+        return iter(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    entry = {"name": "x", "hf": "openai/gsm8k", "config": "main", "split": "test"}
+    assert [raw.value for raw in read_source(parse_sources([entry], tmp_path)[0])] == ROWS
+    assert asked == [("openai/gsm8k", "main", "test")]
+    with pytest.raises(UserError, match=r"some/script.*scripts are no longer supported"):
+        list(read_source(parse_sources([{"name": "x", "hf": "some/script"}], tmp_path)[0]))
+
+
+def test_files_of_a_source_are_told_apart_by_their_paths(tmp_path):
+    for name in ("en", "de"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_bytes(LINES)
+    spec = parse_sources([{"name": "x", "path": str(tmp_path)}], tmp_path)[0]
+    assert list(file_labels(spec).values()) == ["de/train.jsonl", "en/train.jsonl"]
+    assert file_labels(parse_sources([{"name": "x", "path": str(tmp_path / "en")}], tmp_path)[0]) == {}
 
 
 def test_patterns_folders_and_the_data_placeholder(tmp_path):

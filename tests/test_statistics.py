@@ -42,6 +42,12 @@ def test_sources_beyond_the_largest_share_a_row():
     assert len(statistics.coverage_by_source("train")) == 65
 
 
+def test_percentiles_of_lengths():
+    statistics = of(*(Record(str(i), "s", [1] * i, [1] * i) for i in range(1, 102)))
+    row = statistics.table()[-1]
+    assert (row["length_p50"], row["length_p95"], row["length_p99"], row["length_max"]) == (51, 96, 100, 101)
+
+
 def test_rows_and_splits():
     records = [Record(str(i), "x" if i < 3 else "y", [1] * (i + 2), [0] * (i + 1) + [1]) for i in range(4)]
     statistics = of(*records)

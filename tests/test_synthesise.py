@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 
 import pytest
 from transformers import AutoTokenizer
 
+from eagle3_utils.config import GenerateConfig
+from eagle3_utils.corpus.generation import synthesise
 from eagle3_utils.corpus.generation.endpoints import Reply, RequestFailed
 from eagle3_utils.corpus.generation.synthesise import PromptFilter, opening_of_user_turn, synthesise_prompts
 from eagle3_utils.errors import UserError
@@ -54,6 +57,21 @@ def test_filter(text, reason):
     assert PromptFilter().reason_against(text) == reason
 
 
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("Écrivez une lettre à votre députée à propos de l'été", None),
+        ("请写一首关于春天的短诗", None),
+        ("Напиши короткое письмо другу о лете", None),
+        ("你好", "too short"),
+        ("哈" * 20, "repetitive"),
+        ("写" * 60 + "诗" * 61, "too long"),
+    ],
+)
+def test_filter_of_any_language(text, reason):
+    assert PromptFilter(language="any").reason_against(text) == reason
+
+
 def test_an_unfinished_prompt_is_not_kept():
     assert PromptFilter().reason_against("What is the best way to learn?", "length") == "unfinished"
 
@@ -96,3 +114,66 @@ def test_what_is_kept_does_not_depend_on_who_answers_first(tokenizer):
 def test_a_model_that_makes_no_prompts_is_given_up(tokenizer):
     with pytest.raises(UserError, match="only 1 of 8"):
         asyncio.run(synthesise_prompts(Pool("What is the best way home?"), tokenizer, 2, num_concurrent=8, max_draws=8))
+
+
+def test_a_special_token_ends_the_users_turn_also_where_the_server_goes_on(tokenizer):
+    text = "What is the best way home?<|im_end|>\n<|im_start|>assistant\nWalk."
+    result = asyncio.run(synthesise_prompts(Pool(Reply(text, None, "length")), tokenizer, 1, num_concurrent=1))
+    assert result.prompts == ["What is the best way home?"]
+
+
+class Numbered:
+    """Says a prompt of its own to every seed but the fourth, at which the server goes."""
+
+    def __init__(self, dies_at=None):
+        self.seeds, self.dies_at = [], dies_at
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def ask(self, request):
+        self.seeds.append(request.seed)
+        if request.seed == self.dies_at:
+            raise UserError("the server is gone")
+        number = request.seed // 2  # every second one is said twice
+        return Reply(f"What would you do with {number} old and {number + 70} new bicycles?", None, "stop")
+
+
+def test_prompts_of_an_interrupted_run_are_kept_and_it_goes_on_as_if_it_had_not_stopped(
+    tokenizer, tmp_path, monkeypatch
+):
+    config, told = GenerateConfig(synthesise_prompts=5, seed=10, num_concurrent=1), []
+
+    def make(path, pool, config=config):
+        monkeypatch.setattr(synthesise, "stage_pool", lambda urls, config: pool)
+        made = synthesise.read_made(path, config, "model-1")
+        progress = lambda **fields: told.append(fields["done"])  # noqa: E731
+        return made, asyncio.run(synthesise.make_missing(path, made, [], tokenizer, config, progress))
+
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "made.jsonl"
+    assert len(make(whole, Numbered())[1]) == 5 and told == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="gone"):
+        make(path, Numbered(dies_at=15))
+    with open(path, "a") as file:
+        file.write('{"id": "self-made-10-0000')
+    pool = Numbered()
+    made, fresh = make(path, pool)
+    assert (len(made), len(fresh)) == (3, 2) and pool.seeds[0] == 15  # 10, 12 and 14 had brought one each
+    assert path.read_text() == whole.read_text()
+    assert json.loads(path.read_text().splitlines()[4])["id"] == "self-made-10-000004"
+    assert make(path, Numbered()) == (made + fresh, [])
+    fewer = config.model_copy(update={"synthesise_prompts": 2})
+    assert make(path, Numbered(), fewer) == (made[:2], [])
+    with pytest.raises(UserError, match="seed"):
+        make(path, Numbered(), config.model_copy(update={"seed": 11}))
+
+
+def test_prompts_are_made_only_when_asked_for_and_only_by_the_native_api(tmp_path):
+    path = tmp_path / "made.jsonl"
+    assert synthesise.read_made(path, GenerateConfig(), "m") == [] and not path.exists()
+    config = GenerateConfig(synthesise_prompts=1, api="openai", api_model="x")
+    with pytest.raises(UserError, match="native API"):
+        synthesise.read_made(path, config, "m")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.target import (
+    added_token_ids,
     default_aux_layers,
     load_embed_tokens,
     load_final_norm,
     load_lm_head,
     load_target,
+    stop_ids_of,
     target_logits,
 )
 
@@ -114,3 +118,22 @@ def test_fingerprint_changes_with_config_and_with_weights(tmp_path):
     second = load_target(str(folder)).fingerprint
     write_checkpoint(folder, {"vocab_size": 5}, {"model.embed_tokens.weight": torch.ones(7, 4)})
     assert len({first, second, load_target(str(folder)).fingerprint}) == 3
+
+
+def test_stop_ids_come_from_generation_config_config_and_tokenizer(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    target = SimpleNamespace(path=tmp_path, text_config={"eos_token_id": 2})
+    assert stop_ids_of(target, SimpleNamespace(eos_token_id=9)) == [2, 5, 7, 9]
+    assert stop_ids_of(target) == [2, 5, 7]
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_ids_of(target, SimpleNamespace(eos_token_id=None)) == [2]
+
+
+def test_added_tokens_are_those_the_tokenizer_knows_and_the_model_has_rows_for(example_target, tmp_path):
+    target, tokenizer = load_target(str(example_target)), AutoTokenizer.from_pretrained(example_target)
+    assert added_token_ids(target) == sorted(tokenizer.added_tokens_decoder) and len(added_token_ids(target)) == 17
+    bare = SimpleNamespace(path=tmp_path, vocab_size=10)
+    assert added_token_ids(bare) == []
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9": {"content": "a"}, "10": {}}}')
+    (tmp_path / "added_tokens.json").write_text('{"<b>": 4}')
+    assert added_token_ids(bare) == [4, 9]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from chat_templates import TALK, speaking
 from transformers import AutoTokenizer
 
@@ -22,15 +25,40 @@ class WithoutOffsets:
         return getattr(self._tokenizer, name)
 
     def encode(self, text, add_special_tokens=False):
+        self.encoded = [*getattr(self, "encoded", []), text]
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def test_a_tokenizer_without_offsets_gives_the_same_ids_and_mask(tiny_llama):
+class WithoutBytes(WithoutOffsets):
+    """One whose tokens are not written in letters for bytes (the sentencepiece kind)."""
+
+    def convert_ids_to_tokens(self, token):
+        return self._tokenizer.convert_ids_to_tokens(token).replace("Ġ", "▁")
+
+
+@pytest.mark.parametrize("kind", [WithoutOffsets, WithoutBytes])
+def test_a_tokenizer_without_offsets_gives_the_same_ids_and_mask(tiny_llama, kind):
     tokenizer = speaking(tiny_llama, "KIMI_K2")
     text, spans = ChatRenderer(tokenizer).render(TALK)
-    assert SpanTokenizer(WithoutOffsets(tokenizer)).encode_batch([text], [spans]) == SpanTokenizer(
-        tokenizer
-    ).encode_batch([text], [spans])
+    without = kind(tokenizer)
+    expected = SpanTokenizer(tokenizer).encode_batch([text, ""], [spans, []])
+    assert SpanTokenizer(without).encode_batch([text, ""], [spans, []]) == expected
+    assert (without.encoded == [text, ""]) == (kind is WithoutOffsets)  # everything once, or pieces, too
+
+
+def test_masks_by_bytes_are_those_by_offsets_wherever_the_borders_are(tiny_llama):
+    tokenizer, chooser = speaking(tiny_llama, "KIMI_K2"), random.Random(0)
+    text, _ = ChatRenderer(tokenizer).render(TALK)
+    with_offsets, without = SpanTokenizer(tokenizer), SpanTokenizer(WithoutOffsets(tokenizer))
+    for _ in range(50):
+        borders = sorted(chooser.choices(range(len(text) + 1), k=4))
+        spans = [tuple(borders[:2]), tuple(borders[2:])]
+        for (ids, mask), (same_ids, by_bytes) in zip(
+            with_offsets.encode_batch([text], [spans]), without.encode_batch([text], [spans]), strict=True
+        ):
+            assert ids == same_ids
+            assert all(a >= b for a, b in zip(mask, by_bytes, strict=True))  # half a letter is no letter's token
+            assert sum(mask) - sum(by_bytes) <= 8
 
 
 def test_a_token_across_a_border_is_not_supervised_but_counted(tiny_llama):
@@ -41,7 +69,10 @@ def test_a_token_across_a_border_is_not_supervised_but_counted(tiny_llama):
     assert len(tokenizer.encode("u" + text[1:])) == len(ids)
     assert mask[0] == 0
     assert encoder.straddling == 1
-    refused = SpanTokenizer(WithoutOffsets(tokenizer)).encode_batch([text], [[(1, len(text))]])[0]
+    without = SpanTokenizer(WithoutOffsets(tokenizer))
+    assert without.encode_batch([text], [[(1, len(text))]])[0] == (ids, mask) and without.straddling == 1
+    text = "say " + text  # has a blank, which these tokens write in another way
+    refused = SpanTokenizer(WithoutBytes(tokenizer)).encode_batch([text], [[(5, len(text))]])[0]
     assert isinstance(refused, Unusable)
 
 

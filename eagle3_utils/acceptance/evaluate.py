@@ -36,7 +36,7 @@ from eagle3_utils.errors import UserError
 from eagle3_utils.serving.launch.flags import resolve_device
 from eagle3_utils.states.dataset import PackedBatch
 from eagle3_utils.states.reader import StoreReader
-from eagle3_utils.target import Target, load_lm_head, load_target, load_tokenizer
+from eagle3_utils.target import Target, load_lm_head, load_target, load_tokenizer, stop_ids_of
 
 ROUNDING = 1e-3  # logits of two float32 forwards of different lengths differ by less
 
@@ -135,7 +135,7 @@ class Evaluation:
         if not config.reference_decoding:
             return []
         prompts = self.prompts(config.prompts_per_source, config.max_new_tokens)
-        stop_ids = heldout.stop_ids_of(self.target, self.tokenizer)
+        stop_ids = stop_ids_of(self.target, self.tokenizer)
         progress, num_plain = self._progress("decoding", len(prompts)), config.plain_prompts_per_source
         return heldout.decode_prompts(
             self.model, self.draft, prompts, self.shape, config.max_new_tokens, stop_ids, num_plain, progress

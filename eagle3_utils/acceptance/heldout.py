@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from eagle3_utils.acceptance.speculate import Decoded, DraftState, plain_decode,
 from eagle3_utils.acceptance.tree import TreeShape, grow_tree
 from eagle3_utils.draft.network import DraftCache, DraftModel
 from eagle3_utils.states.dataset import PackedBatch
-from eagle3_utils.target import Target
 
 _SLOTS_AT_ONCE = 512  # of a replayed chain: bounds the attention scores of long samples
 
@@ -45,16 +43,6 @@ class DecodedPrompt:
     prompt: Prompt
     fast: Decoded
     plain: Decoded | None = None
-
-
-def stop_ids_of(target: Target, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer, as SGLang takes them: of generation_config.json, config.json and the tokenizer."""
-    found = {tokenizer.eos_token_id} - {None}
-    generation = target.path / "generation_config.json"
-    configs = [target.text_config, json.loads(generation.read_text()) if generation.is_file() else {}]
-    for ids in (config.get("eos_token_id") for config in configs):
-        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    return sorted(found)
 
 
 def decode_prompts(

@@ -27,6 +27,11 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
+def text_key(text: str) -> int:
+    """64-bit hash of a text up to spacing: another one where only an operator or a letter's case differs."""
+    return _hash(" ".join(text.split()))
+
+
 def exact_key(text: str) -> int:
     """64-bit hash of a text up to case, punctuation and spacing (texts without a word: of the text itself)."""
     return _hash(" ".join(words_of(text)) or text)
@@ -86,16 +91,18 @@ class NearDuplicates:
 class Decontaminator:
     """Evaluation texts as word n-grams; `leak` says which of them a training text contains.
 
-    An evaluation text shorter than n words counts as leaked only where it is the whole training text's user turn,
-    so that "Hello" in the evaluation set does not empty the corpus.
+    An evaluation text shorter than n words counts as leaked only where it is a whole turn, so that "Hello" in the
+    evaluation set does not empty the corpus.
     """
 
     def __init__(self, n: int = 13):
         self.n = n
+        self.num_texts = 0  # evaluation texts registered
         self._owners: dict[int, str] = {}
 
     def add(self, key: str, text: str) -> None:
         """Register an evaluation text under its id."""
+        self.num_texts += 1
         for value in ngram_hashes(words_of(text), self.n):
             self._owners.setdefault(value, key)
 
@@ -105,7 +112,7 @@ class Decontaminator:
     def leak(self, texts: list[str]) -> str | None:
         """The id of an evaluation text that one of these texts repeats, or None."""
         for text in texts:
-            for value in ngram_hashes(words_of(text), self.n):
+            for value in _run_hashes(words_of(text), self.n).tolist():
                 if value in self._owners:
                     return self._owners[value]
         return None

@@ -19,6 +19,7 @@ import xxhash
 
 from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.dedupe import Decontaminator
+from eagle3_utils.corpus.reading.formats import Unusable, to_item
 from eagle3_utils.corpus.reading.intake import DUPLICATES, Intake, MergeSettings, SourceCount
 from eagle3_utils.corpus.reading.sources import SourceSpec, read_file
 from eagle3_utils.corpus.records import CorpusDigest, ParquetRecords
@@ -26,6 +27,9 @@ from eagle3_utils.corpus.spool import RecordSpool
 from eagle3_utils.corpus.statistics import SPLITS, CorpusStatistics
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import hash_json, write_json
+
+# columns with a prompt: a text, a list of texts, or turns; looked for in this order
+_PROMPTS = ("messages", "conversations", "prompt", "question", "problem", "turns", "instruction", "query", "text")
 
 
 @dataclass
@@ -69,7 +73,10 @@ def merge(
     for split in SPLITS:
         (folder / f"{split}.parquet").unlink(missing_ok=True)
     (folder / "corpus.json").unlink(missing_ok=True)
-    intake = Intake(settings, tokenizer, vocab_size, read_evaluation(evaluation_files, settings.decontaminate_ngram))
+    evaluation = read_evaluation(evaluation_files, settings.decontaminate_ngram)
+    if evaluation_files:
+        log(f"kept apart from {evaluation.num_texts} evaluation prompts")
+    intake = Intake(settings, tokenizer, vocab_size, evaluation)
     with RecordSpool(folder / "spool.tmp", settings.seed) as spool:
         with open(folder / "rejected.jsonl", "w") as rejected:
             for number, spec in enumerate(specs):
@@ -89,25 +96,54 @@ def merge(
             digests[split] = _write_split(spool, numbers, split, folder, statistics)
     check_supervised_share(statistics, settings, text_sources={spec.name for spec in specs if spec.format == "text"})
     corpus = _describe_corpus(settings, statistics, digests, intake, tokenizer)
+    corpus["evaluation_prompts"] = evaluation.num_texts
     write_json(folder / "corpus.json", corpus)
     return MergeReport(corpus, statistics, intake.counts)
 
 
 def read_evaluation(files: list[Path], ngram: int) -> Decontaminator:
-    """The evaluation prompts of these files, as n-grams."""
+    """The evaluation prompts of these files, as n-grams.
+
+    A line has its prompt in one of the columns `messages`, `prompt`, `question`, …; those whose `split` is "train" do
+    not count. Raises `UserError` for a line without a prompt, and for a file without a line that counts.
+    """
     decontaminator = Decontaminator(ngram)
     for path in files:
         if not path.is_file():
             raise UserError("no such file", f"decontaminate_with: {path}", exit_code=2)
+        before = decontaminator.num_texts
         for raw in read_file(path):
+            where = f"{raw.file}:{raw.line}"
             if raw.problem or not isinstance(raw.value, dict):
-                raise UserError(raw.problem or "not a JSON object", f"{raw.file}:{raw.line}")
+                raise UserError(raw.problem or "not a JSON object", where)
             if raw.value.get("split") == "train":
                 continue
-            for message in raw.value.get("messages", []):
-                if message.get("role") == "user":
-                    decontaminator.add(str(raw.value.get("id", f"{raw.file}:{raw.line}")), message["content"])
+            texts = _prompt_texts(raw.value, where)
+            for text in texts:
+                decontaminator.add(str(raw.value.get("id", where)), text)
+        if decontaminator.num_texts == before:
+            raise UserError("no evaluation prompt in it", f"decontaminate_with: {path}", exit_code=2)
     return decontaminator
+
+
+def _prompt_texts(record: dict[str, Any], where: str) -> list[str]:
+    prompt = next((record[column] for column in _PROMPTS if record.get(column)), None)
+    turns = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
+    if turns and all(isinstance(turn, str) for turn in turns):
+        return turns
+    turns = [
+        turn | {"role": turn.get("role", turn.get("from")), "content": turn.get("content", turn.get("value"))}
+        for turn in turns
+        if isinstance(turn, dict)
+    ]
+    try:  # the answer makes a whole conversation of it
+        messages = to_item({"messages": [*turns, {"role": "assistant", "content": "-"}]}, "messages").messages
+    except Unusable as unusable:
+        raise UserError(str(unusable), where) from None
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    if not texts:
+        raise UserError(f"no prompt in it; looked for in {', '.join(_PROMPTS)}", where, exit_code=2)
+    return texts
 
 
 def describe(count: SourceCount) -> str:

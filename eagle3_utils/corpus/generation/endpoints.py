@@ -4,10 +4,11 @@
         reply = await pool.ask(Request(messages, prompt_ids, Sampling(max_new_tokens=64)))
 
 A request goes to the endpoint with the fewest in flight that is not resting. 408, 5xx and broken connections are tried
-again with exponential backoff; after a 429 the endpoint rests (as long as `Retry-After` says) and the request waits,
-which is no failed try. The API key comes from the environment (`OPENAI_API_KEY`) and goes into one header; it is in no
-file, log or exception. The client is aiohttp: httpx searches its whole pool for every request, which at 256 in flight
-left 39 responses a second (benchmarks/client.py).
+again with exponential backoff, also where a gateway reports them inside an answer with status 200; after a 429 the
+endpoint rests (as long as `Retry-After` says) and the request waits, which is no failed try. The API key comes from the
+environment (`OPENAI_API_KEY`) and goes into one header; it is in no file, log or exception. The client is aiohttp:
+httpx searches its whole pool for every request, which at 256 in flight left 39 responses a second
+(benchmarks/client.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -28,6 +30,7 @@ from eagle3_utils.errors import UserError
 KEY_VARIABLE = "OPENAI_API_KEY"
 _JSON = {"Content-Type": "application/json"}
 _RETRIABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_CHANNEL = re.compile(r"<\|channel\|>(analysis|final)<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|return\|>|$)", re.S)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class EndpointPool:
     urls : base addresses; for `openai` with or without the trailing `/v1`.
     api : which protocol they speak.
     api_model : the model's name at an OpenAI-style endpoint.
+    extra_body : fields laid over every request, objects within objects too; None takes a field out.
     max_retries : tries after the first; waiting for a rate limit is none until it lasts `timeout_seconds` in all.
     """
 
@@ -95,6 +99,7 @@ class EndpointPool:
     timeout_seconds: float = 600.0
     max_connections: int = 1024
     backoff_seconds: float = 0.5
+    extra_body: dict[str, Any] = field(default_factory=dict)
     num_retries: int = field(default=0, init=False)
 
     def __post_init__(self):
@@ -129,7 +134,7 @@ class EndpointPool:
             When no request can be: the key is refused or the path does not exist.
         """
         tries, attempt, limited = 0, 0, 0.0
-        body = json.dumps(self._body(request)).encode()
+        body = json.dumps(_merged(self._body(request), self.extra_body)).encode()
         while True:
             endpoint = await self._pick()
             endpoint.in_flight += 1
@@ -142,7 +147,10 @@ class EndpointPool:
                 reason = f"{type(error).__name__} at {endpoint.url}"
             else:
                 if status == 200:
-                    return self._parse(text)
+                    found = self._parse(text, request)
+                    if isinstance(found, Reply):
+                        return found
+                    status = found
                 reason = self._redacted(f"HTTP {status} from {endpoint.url}: {text[:200]!r}")
                 self._raise_if_final(status, reason)
             finally:
@@ -190,6 +198,7 @@ class EndpointPool:
         stop = {"stop": list(sampling.stop)} if sampling.stop else {}
         if self.api == "sglang":
             native = common | stop | {"max_new_tokens": sampling.max_new_tokens}
+            native |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # tool and channel marks
             if request.seed is not None:
                 native["sampling_seed"] = request.seed
             return {"input_ids": request.prompt_ids, "sampling_params": native}
@@ -198,11 +207,14 @@ class EndpointPool:
         tools = {"tools": request.tools} if request.tools else {}
         return {"model": self.api_model, "messages": request.messages} | common | stop | seed | limits | tools
 
-    def _parse(self, text: str) -> Reply:
+    def _parse(self, text: str, request: Request) -> Reply | int:
+        """The reply, or the HTTP status that an answer with an error inside should have had."""
         try:
-            body = json.loads(text)
-            return _parse_sglang(body) if self.api == "sglang" else _parse_openai(body)
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            answer = json.loads(text)
+            if self.api == "sglang":
+                return _parse_sglang(answer)
+            return _error_inside(answer) or _parse_openai(answer, request.prompt_ids)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise RequestFailed(f"an answer that is no {self.api} answer: {type(error).__name__}: {error}") from None
 
 
@@ -220,6 +232,33 @@ def retry_after_seconds(value: str | None) -> float | None:
         return None
 
 
+def _merged(body: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """`extra` laid over `body`, objects within objects too; a None takes a field out."""
+    laid = {key: _merged(body.get(key) or {}, new) if isinstance(new, dict) else new for key, new in extra.items()}
+    return {key: value for key, value in (body | laid).items() if value is not None}
+
+
+def _error_inside(answer: dict[str, Any]) -> int:
+    """The status of an error that a gateway (OpenRouter) sent with status 200, 400 if it is final; 0 for an answer."""
+    error = answer.get("error") or (answer.get("choices") or [{}])[0].get("error")
+    if not error:
+        return 0
+    code = error.get("code") if isinstance(error, dict) else None
+    return (code if code in _RETRIABLE else 400) if isinstance(code, int) else 502
+
+
+def _split_channels(text: str) -> tuple[str | None, str]:
+    """Reasoning and answer of a text in gpt-oss's channels; None and the text where it has none, or no answer.
+
+    Its template takes the answer alone when the turn is replayed and refuses channel marks.
+    """
+    parts = _CHANNEL.findall(text)
+    if not text.startswith("<|channel|>") or len(parts) != text.count("<|channel|>"):
+        return None, text
+    reasoning, answer = ("".join(said for name, said in parts if name == which) for which in ("analysis", "final"))
+    return (reasoning or None, answer) if answer else (None, text)
+
+
 def _parse_sglang(body: dict[str, Any]) -> Reply:
     meta = body["meta_info"]
     reason = meta["finish_reason"]
@@ -227,8 +266,10 @@ def _parse_sglang(body: dict[str, Any]) -> Reply:
     if reason == "abort":
         raise RequestFailed(f"aborted by the server: {str(meta['finish_reason'])[:200]}")
     output_ids = body.get("output_ids")
+    reasoning, text = _split_channels(body["text"])
     return Reply(
-        text=body["text"],
+        text=text,
+        reasoning=reasoning,
         output_ids=None if output_ids is None else [int(token) for token in output_ids],
         finish_reason=reason,
         prompt_tokens=int(meta.get("prompt_tokens", 0)),
@@ -236,12 +277,15 @@ def _parse_sglang(body: dict[str, Any]) -> Reply:
     )
 
 
-def _parse_openai(body: dict[str, Any]) -> Reply:
+def _parse_openai(body: dict[str, Any], prompt_ids: list[int]) -> Reply:
+    """Token ids (vLLM gives them for `return_token_ids: true`) count only if the server read the very prompt we know:
+    with another template or a thinking switch they answer something else."""
     choice, usage = body["choices"][0], body.get("usage") or {}
-    message = choice["message"]
+    message, ids = choice["message"], choice.get("token_ids")
+    read = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
     return Reply(
         text=message.get("content") or "",
-        output_ids=None,
+        output_ids=[int(token) for token in ids] if ids and read == prompt_ids else None,
         finish_reason=choice.get("finish_reason") or "unknown",
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
         completion_tokens=int(usage.get("completion_tokens") or 0),

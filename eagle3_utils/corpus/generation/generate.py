@@ -60,7 +60,14 @@ def settings_from(config: GenerateConfig, fingerprint: str) -> GenerateSettings:
         max_prompt_tokens=config.max_seq_len,
         api=config.api,
         api_model=config.api_model,
+        extra_body=config.extra_body or None,
     )
+
+
+def stage_pool(urls: list[str], config: GenerateConfig, **options) -> EndpointPool:
+    """Endpoints with the protocol, concurrency and retries of stage 00."""
+    limits = (config.max_retries, config.request_timeout_seconds, config.num_concurrent)
+    return EndpointPool(urls, config.api, config.api_model, *limits, **options)
 
 
 async def answer_all(
@@ -75,10 +82,7 @@ async def answer_all(
     """`generate` with the endpoints, concurrency and retries of stage 00; nothing is asked when nothing is missing."""
     if not prompts:
         return GenerateSummary()
-    pool = EndpointPool(
-        urls, config.api, config.api_model, config.max_retries, config.request_timeout_seconds, config.num_concurrent
-    )
-    async with pool:
+    async with stage_pool(urls, config, extra_body=config.extra_body) as pool:
         return await generate(
             prompts, path, pool, tokenizer, settings, num_concurrent=config.num_concurrent, progress=progress
         )
@@ -114,6 +118,8 @@ async def generate(
                 except (RequestFailed, Unusable) as error:
                     summary.failed[str(error).split(" from ")[0][:80]] += 1
                     continue
+                cost = sum(reply.cost for reply in replies)
+                response |= {"cost": cost} if cost else {}
                 out.write(json.dumps(response, ensure_ascii=False) + "\n")
                 out.flush()
                 _count(summary, replies, time.monotonic() - started)
@@ -150,7 +156,7 @@ def by_source(responses: list[Response], tokenizer) -> dict[str, list[Response]]
 
 
 def describe(responses: list[Response], earlier: set[str], tokenizer) -> list[dict[str, Any]]:
-    """One row per source: how many responses, how many of them from before, their tokens, and how they ended."""
+    """One row per source: how many responses, how many from before, their tokens and cost, and how they ended."""
     rows = []
     for source, members in by_source(responses, tokenizer).items():
         tokens = sum(response["tokens"] for response in members)
@@ -161,6 +167,7 @@ def describe(responses: list[Response], earlier: set[str], tokenizer) -> list[di
                 "generated_earlier": sum(response["id"] in earlier for response in members),
                 "tokens": tokens,
                 "mean_tokens": round(tokens / len(members), 1),
+                "cost": round(sum(response.get("cost", 0.0) for response in members), 6),
                 "ended_by_itself": round(sum(r["finish_reason"] == "stop" for r in members) / len(members), 3),
             }
         )
@@ -189,12 +196,19 @@ async def _converse(
         seed = (settings.seed + xxhash.xxh3_64_intdigest(f"{prompt['id']}\0{number}".encode())) % 2**31
         reply = await pool.ask(Request(list(messages), ids, settings.sampling, seed, prompt.get("tools")))
         replies.append(reply)
-        prompt_ids, last = ids, number == len(turns) - 1
-        if not last:
-            messages.append({"role": "assistant", "content": reply.text})
-            if reply.output_ids is not None:
-                spans.append([len(ids), len(ids) + len(reply.output_ids)])
-                ids, rendered = ids + reply.output_ids, text + reply.text
+        prompt_ids, answer = ids, {"role": "assistant", "content": reply.text}
+        if number == len(turns) - 1:
+            break
+        if renderer.opens_reasoning:  # the text begins within the reasoning
+            thought, answer["content"] = renderer.split(answer | {"reasoning_content": reply.reasoning})
+            if settings.api == "sglang" and thought is None:
+                break  # it never came to an answer: the conversation ends here
+            if settings.api == "sglang":  # other servers are told answers only, as their makers ask for
+                answer["reasoning_content"] = thought
+        messages.append(answer)
+        if reply.output_ids is not None:
+            spans.append([len(ids), len(ids) + len(reply.output_ids)])
+            ids, rendered = ids + reply.output_ids, text + reply.text
     if not replies:
         raise Unusable("no user turn")
     response = {key: prompt[key] for key in _CARRIED if key in prompt} | {"messages": messages}

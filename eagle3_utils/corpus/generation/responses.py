@@ -33,6 +33,7 @@ class GenerateSettings:
     max_prompt_tokens: int | None = None
     api: str = "sglang"
     api_model: str | None = None
+    extra_body: dict[str, Any] | None = None
 
     def identity(self) -> dict[str, Any]:
         """JSON that must agree before lines are added to an existing file."""
@@ -77,28 +78,31 @@ def read_responses(path: Path) -> dict[str, Response]:
 
 
 def resume(path: Path, settings: GenerateSettings) -> dict[str, Response]:
-    """Open a responses file for more lines: cut a half-written last line off, return what is there.
+    """Open a responses file for more lines, as `open_for_more`; what is there."""
+    open_for_more(path, settings.identity())
+    return read_responses(path)
+
+
+def open_for_more(path: Path, identity: dict[str, Any]) -> None:
+    """Make a JSON Lines file ready for more lines: it is there, a half-written last line is cut off.
 
     Raises
     ------
     UserError
-        When the lines were drawn by another model or with other sampling parameters.
+        When its lines were drawn otherwise (by another model, say) than the JSON `identity`, which is kept beside it.
     """
     about = path.with_suffix(".json")
     if path.is_file() and path.stat().st_size and about.is_file():
         had = json.loads(about.read_text())
-        for key, value in settings.identity().items():
+        for key, value in identity.items():
             if had.get(key) != value:
-                what = f"its responses were made with {key} = {had.get(key)!r}, now it is {value!r}"
+                what = f"its lines were made with {key} = {had.get(key)!r}, now it is {value!r}"
                 raise UserError(what, str(path), "delete the file to generate anew, or use another run_dir")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(about, settings.identity())
-    if not path.is_file():
-        return {}
+    write_json(about, identity)
+    path.touch()
     with open(path, "rb+") as file:
-        end = _end_of_last_line(file)
-        file.truncate(end)
-    return read_responses(path)
+        file.truncate(_end_of_last_line(file))
 
 
 def take_earlier(

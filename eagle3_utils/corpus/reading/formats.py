@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -206,8 +207,27 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
             kept["reasoning_content"] = reasoning
         if not isinstance(reasoning, str | None) or not isinstance(kept.get("tool_calls", []), list):
             raise Unusable("a message's reasoning or tool_calls is of the wrong type")
+        if "tool_calls" in kept:
+            kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
         messages.append({"role": _ROLES[role.lower()], "content": _content(message.get("content"), kept)} | kept)
     return messages
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object: templates write JSON themselves, and SGLang parses them, too."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Unusable("a tool call is not an object")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError:
+            raise Unusable("the arguments of a tool call are not JSON") from None
+    if not isinstance(arguments, dict):
+        raise Unusable("the arguments of a tool call are not an object")
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
 
 
 def _content(content: Any, kept: dict[str, Any]) -> str:

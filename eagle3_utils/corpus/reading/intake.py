@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
-from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, exact_key
-from eagle3_utils.corpus.reading.chat import ChatRenderer, split_reasoning
+from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, text_key
+from eagle3_utils.corpus.reading.chat import ChatRenderer
 from eagle3_utils.corpus.reading.formats import Format, Item, Unusable, detect_format, text_of, to_item
-from eagle3_utils.corpus.reading.sources import RawRecord, SourceSpec, read_source
+from eagle3_utils.corpus.reading.sources import RawRecord, SourceSpec, file_labels, read_source
 from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer
 from eagle3_utils.corpus.records import Record, problem_with
-from eagle3_utils.errors import UserError
 
-_CHUNK = 512  # records tokenised together
+_CHUNK, _CHUNK_BYTES = 512, 8 << 20  # records, and bytes of them, from which no more are tokenised together
 _ROUND_TRIPS = 1000  # records per source whose generated ids are compared with rebuilt ones
 
 DUPLICATES = ("exact duplicate", "near duplicate", "evaluation prompt")  # reasons for which copies are dropped
@@ -91,13 +90,14 @@ class Intake:
         count = SourceCount(spec.name, spec.format)
         self.counts.append(count)
         encoder, round_trip = SpanTokenizer(self.tokenizer), RoundTrip(self.tokenizer)
+        labels = file_labels(spec)
 
         def reject(raw: RawRecord, reason: str, kind: str) -> None:
             (count.unusable if kind == "unusable" else count.dropped)[reason.split(":")[0]] += 1
             line = {"file": raw.file, "line": raw.line, "source": spec.name, "kind": kind, "reason": reason}
             rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-        for chunk in _chunks(read_source(spec), _CHUNK):
+        for chunk in _chunks(read_source(spec)):
             count.read += len(chunk)
             items = []
             for raw in chunk:
@@ -109,15 +109,19 @@ class Intake:
                     reject(raw, str(unusable), "unusable")
             for raw, item, encoded in self._encode(items, encoder, round_trip):
                 try:
-                    record = self._record(raw, item, encoded, spec, count)
+                    record, num_cut = self._record(item, encoded)
                     self._refuse_copies(f"{raw.file}:{raw.line}", item)
                 except _Drop as dropped:
                     reject(raw, str(dropped), "dropped")
                 except Unusable as unusable:
                     reject(raw, str(unusable), "unusable")
                 else:
-                    record.id = self._unique_id(record.id, spec.name, raw.line)
+                    file = f"{labels[raw.file]}-" if labels else ""
+                    record.id = self._unique_id(record.id or f"{spec.name}-{file}{raw.line:07d}", spec.name, raw.line)
+                    record.source = record.source or spec.name
                     count.taken += 1
+                    count.truncated += num_cut > 0
+                    count.truncated_tokens += num_cut
                     yield record
         count.straddling_tokens, count.round_trip = encoder.straddling, round_trip.counts
 
@@ -170,13 +174,18 @@ class Intake:
     def _exact(self, item: Item) -> Encoded | None:
         """Ids and mask that came with an item; None where they must be made from its text.
 
-        Generated ids do not stand when reasoning is to be dropped or unsupervised and there is some.
+        Generated ids do not stand when reasoning is to be dropped or unsupervised and there is some; where there is
+        nothing else, since the answer never left the reasoning that its prompt opened, nothing is supervised.
         """
         if item.format != "response" or item.input_ids is None:
             return None if item.input_ids is None else (item.input_ids, item.loss_mask)
-        answers = (message for message in item.messages if message["role"] == "assistant")
-        if self.settings.reasoning != "keep" and any(split_reasoning(answer)[0] for answer in answers):
-            return None
+        if self.settings.reasoning != "keep":
+            thoughts = [self.renderer.split(m)[0] for m in item.messages if m["role"] == "assistant"]
+            before = item.input_ids[: item.answer_start][-16:]  # enough for `<think>`
+            if thoughts[-1] is None and self.tokenizer.decode(before).rstrip().endswith("<think>"):
+                return item.input_ids, [0] * len(item.input_ids)
+            if any(thoughts):
+                return None
         if self.settings.supervise == "all_turns":
             return item.input_ids, item.loss_mask
         return item.input_ids, [0] * item.answer_start + item.loss_mask[item.answer_start :]
@@ -186,7 +195,8 @@ class Intake:
             return item.text, [(0, len(item.text))]
         return self.renderer.render(item.messages, item.tools, finished=item.finish_reason != "length")
 
-    def _record(self, raw: RawRecord, item: Item, encoded, spec: SourceSpec, count: SourceCount) -> Record:
+    def _record(self, item: Item, encoded: Encoded | Unusable) -> tuple[Record, int]:
+        """The record, cut to length, and how many tokens were cut; id and source are empty where the item has none."""
         if isinstance(encoded, Unusable):
             raise encoded
         input_ids, loss_mask = encoded
@@ -196,26 +206,24 @@ class Intake:
         limit = self.settings.max_seq_len
         if len(input_ids) > limit:
             limit = limit if self.settings.truncate == "hard" else last_turn_end(loss_mask, limit)
-            count.truncated, count.truncated_tokens = (
-                count.truncated + 1,
-                count.truncated_tokens + len(input_ids) - limit,
-            )
-        input_ids, loss_mask = input_ids[:limit], loss_mask[:limit]
-        if sum(loss_mask) < self.settings.min_supervised_tokens:
+        record = Record(item.id or "", item.source or "", input_ids[:limit], loss_mask[:limit])
+        if sum(record.loss_mask) < self.settings.min_supervised_tokens:
             raise Unusable(f"fewer than {self.settings.min_supervised_tokens} supervised tokens")
-        return Record(item.id or f"{spec.name}-{raw.line:07d}", item.source or spec.name, input_ids, loss_mask)
+        return record, len(input_ids) - record.num_tokens
 
     def _refuse_copies(self, key: str, item: Item) -> None:
         """Raise `_Drop` for a leak from the evaluation prompts or a copy of an earlier record."""
         if len(self._decontaminator):
-            turns = [message["content"] for message in item.messages if message["role"] == "user"]
+            turns = [
+                part for turn in item.messages for part in (turn["content"], turn.get("reasoning_content")) if part
+            ]
             leak = self._decontaminator.leak(turns or [self._text(item)])
             if leak is not None:
                 raise _Drop(f"{DUPLICATES[2]}: {leak}")
         if self.settings.dedupe == "none":
             return
         text = self._text(item)
-        if (same := exact_key(text)) in self._texts:
+        if (same := text_key(text)) in self._texts:
             raise _Drop(DUPLICATES[0])
         self._texts[same] = None
         if self._near is not None and (earlier := self._near.find_or_add(key, text)) is not None:
@@ -223,15 +231,17 @@ class Intake:
 
     def _text(self, item: Item) -> str:
         if item.format != "tokenized":
-            return text_of(item)
+            calls = [turn["tool_calls"] for turn in item.messages if "tool_calls" in turn]
+            return text_of(item) + (f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else "")
         return self.tokenizer.decode(item.input_ids, clean_up_tokenization_spaces=False)
 
     def _unique_id(self, name: str, spec_name: str, line: int) -> str:
-        for candidate in (name, f"{spec_name}/{name}", f"{spec_name}/{name}#{line}"):
-            if candidate not in self._ids:
-                self._ids.add(candidate)
-                return candidate
-        raise UserError(f"two records with the id {name!r} on line {line}", f"sources: {spec_name}")
+        last = f"{spec_name}/{name}#{line}"
+        more = (f"{last}#{number}" for number in itertools.count(2))
+        candidates = itertools.chain((name, f"{spec_name}/{name}", last), more)
+        free = next(candidate for candidate in candidates if candidate not in self._ids)
+        self._ids.add(free)
+        return free
 
 
 def last_turn_end(loss_mask: list[int], limit: int) -> int:
@@ -242,7 +252,13 @@ def last_turn_end(loss_mask: list[int], limit: int) -> int:
     return end
 
 
-def _chunks(records: Iterable[RawRecord], size: int) -> Iterator[list[RawRecord]]:
-    records = iter(records)
-    while chunk := list(itertools.islice(records, size)):
+def _chunks(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:
+    chunk, size = [], 0
+    for raw in records:
+        chunk.append(raw)
+        size += raw.size
+        if len(chunk) >= _CHUNK or size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
         yield chunk

@@ -4,6 +4,7 @@
       - {name: responses, path: "{data}/responses.jsonl"}
       - {name: sharegpt, path: "/data/sharegpt/*.jsonl.zst", max_samples: 50000}
       - {name: ultrachat, hf: HuggingFaceH4/ultrachat_200k, split: train_sft, weight: 0.5}
+      - {name: gsm8k, hf: openai/gsm8k, config: main}
 
 A line that cannot be read is yielded with its reason, never skipped and never fatal.
 """
@@ -14,10 +15,12 @@ import glob
 import gzip
 import io
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow.parquet as pq
 import zstandard
@@ -28,6 +31,8 @@ from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 
 MAX_LINE_BYTES = 64 << 20
+_BLOCK = 1 << 20  # read at once
+_SPACE, _SURROGATE = re.compile(r"[ \t\n\r]*"), re.compile(r"\\u[dD]")
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
@@ -37,10 +42,9 @@ class SourceSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str = Field(min_length=1)
-    path: str | None = (
-        None  # a file, a folder or a pattern; relative to the repository; {data} is the run's data folder
-    )
+    path: str | None = None  # a file, folder or pattern, relative to the repository; {data}: the run's data folder
     hf: str | None = None  # a dataset's name on the hub, or a folder written by `save_to_disk`
+    config: str | None = None  # of `hf`: the configuration's name, where the dataset has several
     split: str = "train"  # of `hf`
     format: Format | None = None  # None: seen from the first usable record
     weight: float = Field(1.0, gt=0, le=100)  # share of the records that is kept; above 1 they repeat in training
@@ -62,6 +66,7 @@ class RawRecord:
     line: int
     value: dict[str, Any] | None = None
     problem: str | None = None
+    size: int = 0  # about how many bytes the value had in the file
 
 
 def parse_sources(sources: list[dict[str, Any]], data_folder: Path) -> list[SourceSpec]:
@@ -104,6 +109,15 @@ def source_files(spec: SourceSpec) -> list[Path]:
     return files
 
 
+def file_labels(spec: SourceSpec) -> dict[str, str]:
+    """What tells the files of a source of several apart: their paths below the folder all are in, by full path."""
+    files = [] if spec.hf else source_files(spec)
+    if len(files) < 2:
+        return {}
+    root = os.path.commonpath([file.parent for file in files])
+    return {str(file): file.relative_to(root).as_posix() for file in files}
+
+
 def read_source(spec: SourceSpec) -> Iterator[RawRecord]:
     """All records of a source, in order, one at a time."""
     records = _read_hf(spec) if spec.hf else (raw for file in source_files(spec) for raw in read_file(file))
@@ -129,8 +143,37 @@ def open_bytes(path: Path) -> io.BufferedIOBase:
     if path.name.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.name.endswith(".zst"):
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), closefd=True), 1 << 20)
-    return open(path, "rb", buffering=1 << 20)
+        return io.BufferedReader(_ZstdFile(path), _BLOCK)
+    return open(path, "rb", buffering=_BLOCK)
+
+
+class _ZstdFile(io.RawIOBase):
+    """All frames of a zstd file; `EOFError` where the last one is cut, which zstandard's own reader does not tell."""
+
+    def __init__(self, path: Path):
+        self._file, self._frame, self._text = open(path, "rb"), None, memoryview(b"")  # noqa: SIM115 (see close)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._text:
+            ended = self._frame is None or self._frame.eof
+            block = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(_BLOCK >> 6)
+            if not block:
+                if not ended:
+                    raise EOFError("the zstd frame is cut")
+                return 0
+            if ended:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._text = memoryview(self._frame.decompress(block))
+        size = min(len(buffer), len(self._text))
+        buffer[:size], self._text = self._text[:size], self._text[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _read_lines(name: str, file: io.BufferedIOBase) -> Iterator[RawRecord]:
@@ -157,7 +200,7 @@ def _parse_line(name: str, number: int, line: bytes) -> RawRecord:
         value = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair is valid JSON, but no text
             json.dumps(value, ensure_ascii=False).encode()
-        return RawRecord(name, number, value)
+        return RawRecord(name, number, value, size=len(line))
     except UnicodeEncodeError:
         return RawRecord(name, number, problem="half of a surrogate pair")
     except (ValueError, RecursionError) as error:
@@ -165,30 +208,65 @@ def _parse_line(name: str, number: int, line: bytes) -> RawRecord:
 
 
 def _read_json(path: Path) -> Iterator[RawRecord]:
+    """An array is read element by element; an object, with or without a list of records in it, as a whole."""
+    name, number = str(path), 0
     try:
-        values = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        yield RawRecord(str(path), getattr(error, "lineno", 1), problem=f"not JSON: {type(error).__name__}")
-        return
-    if isinstance(values, dict):  # {"data": […]} and the like: the only list in it
-        lists = [value for value in values.values() if isinstance(value, list)]
-        values = lists[0] if len(lists) == 1 else [values]
-    for number, value in enumerate(values, 1):
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(_BLOCK).lstrip()
+            values = _elements(text, file) if text.startswith("[") else _members(json.loads(text + file.read()))
+            for number, (value, length, escaped) in enumerate(values, 1):
+                try:
+                    if escaped:
+                        json.dumps(value, ensure_ascii=False).encode()
+                    yield RawRecord(name, number, value, size=length)
+                except UnicodeEncodeError:
+                    yield RawRecord(name, number, problem="half of a surrogate pair")
+    except (OSError, ValueError, RecursionError) as error:
+        yield RawRecord(name, number + 1, problem=f"not JSON: {getattr(error, 'msg', type(error).__name__)}")
+
+
+def _members(value: Any) -> Iterator[tuple[Any, int, bool]]:
+    lists = [member for member in value.values() if isinstance(member, list)] if isinstance(value, dict) else []
+    yield from ((member, 0, True) for member in (lists[0] if len(lists) == 1 else [value]))
+
+
+def _elements(text: str, file: TextIO) -> Iterator[tuple[Any, int, bool]]:
+    """(value, length, whether it may hold half a surrogate pair) of each element of the array that `text` begins.
+
+    `file` goes on where `text` ends; no more than one block, or twice the longest element, is held.
+    """
+    decode, start, closed = json.JSONDecoder().raw_decode, 1, False
+    if text[1:].lstrip().startswith("]"):
+        start, closed = text.index("]") + 1, True
+    while not closed:
+        start = _SPACE.match(text, start).end()
         try:
-            json.dumps(value, ensure_ascii=False).encode()
-            yield RawRecord(str(path), number, value)
-        except UnicodeEncodeError:
-            yield RawRecord(str(path), number, problem="half of a surrogate pair")
+            value, end = decode(text, start)
+            after, problem = _SPACE.match(text, end).end(), None
+        except json.JSONDecodeError as error:  # broken, or going on behind the block
+            after, problem = len(text), error
+        if after == len(text):
+            block = file.read(max(_BLOCK, len(text) - start)) if len(text) - start < MAX_LINE_BYTES else ""
+            if not block:
+                raise problem or json.JSONDecodeError("the array is not closed", text, after)
+            text, start = text[start:] + block, 0
+            continue
+        yield value, end - start, bool(_SURROGATE.search(text, start, end))
+        if text[after] not in ",]":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, after)
+        start, closed = after + 1, text[after] == "]"
+    if text[start:].strip() or file.read(_BLOCK).strip():
+        raise json.JSONDecodeError("Extra data", text, start)
 
 
 def _read_parquet(path: Path) -> Iterator[RawRecord]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=256):
                 for value in batch.to_pylist():
                     number += 1
-                    yield RawRecord(str(path), number, value)
+                    yield RawRecord(str(path), number, value, size=batch.nbytes // len(batch))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         yield RawRecord(str(path), number + 1, problem=f"the file cannot be read on: {str(error).splitlines()[0]}")
 
@@ -203,14 +281,15 @@ def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
             dataset = load_from_disk(str(folder))
             dataset = dataset[spec.split] if isinstance(dataset, DatasetDict) else dataset
         else:
-            dataset = load_dataset(str(folder) if folder.is_dir() else spec.hf, split=spec.split, streaming=True)
-    except (OSError, ValueError, KeyError) as error:
+            name = str(folder) if folder.is_dir() else spec.hf
+            dataset = load_dataset(name, spec.config, split=spec.split, streaming=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a dataset that is a script
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"cannot load this dataset: {reason}", f"sources: {spec.name}: {spec.hf}") from None
     number = 0
     try:
         for number, value in enumerate(dataset, 1):
-            yield RawRecord(f"{spec.hf}:{spec.split}", number, value)
+            yield RawRecord(f"{spec.hf}:{spec.split}", number, value, size=len(repr(value)))
     except (DatasetsError, OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         yield RawRecord(f"{spec.hf}:{spec.split}", number + 1, problem=f"the dataset cannot be read on: {reason[:200]}")

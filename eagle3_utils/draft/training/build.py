@@ -23,7 +23,7 @@ from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_supervis
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.states.reader import StoreReader
-from eagle3_utils.target import Target, load_embed_tokens, load_target
+from eagle3_utils.target import Target, added_token_ids, load_embed_tokens, load_target, stop_ids_of
 
 logger = logging.getLogger(__name__)
 _MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -67,7 +67,7 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
 
 def token_counts(reader: StoreReader, target: Target) -> tuple[np.ndarray, np.ndarray]:
     """How often each token is predicted in a store, and how often it stands anywhere: two int64 [V]."""
-    stored = (reader.stored(index) for index in range(len(reader)))
+    stored = (reader.index_arrays(index) for index in range(len(reader)))  # not the states: terabytes
     pairs = ((arrays["input_ids"], arrays["loss_mask"]) for arrays in stored)
     return count_supervised_and_all(pairs, target.vocab_size)
 
@@ -78,10 +78,17 @@ def supervised_counts(reader: StoreReader, target: Target) -> np.ndarray:
 
 
 def corpus_vocab(counts: np.ndarray, target: Target, size: int, all_counts: np.ndarray | None = None) -> VocabMap:
-    """Draft vocabulary from the corpus' counts int64 [V], ties by `all_counts`; the target's end tokens are in it."""
-    end = target.text_config.get("eos_token_id") or []
-    always = end if isinstance(end, list) else [end]
-    return build_draft_vocab(counts, min(size, target.vocab_size), always, all_counts)
+    """Draft vocabulary from the corpus' counts int64 [V], ties by `all_counts`.
+
+    Every stop token and every added token (think marks, tool calls …) is in it, whatever its count: one that is not can
+    never be drafted. Where added tokens would fill more than a sixteenth (some tokenizers reserve thousands), only the
+    commonest that the corpus supervises are.
+    """
+    stops = [token for token in stop_ids_of(target) if token < target.vocab_size]
+    added, room = added_token_ids(target), size // 16
+    if len(added) > room:
+        added = sorted((token for token in added if counts[token]), key=lambda token: (-counts[token], token))[:room]
+    return build_draft_vocab(counts, min(size, target.vocab_size), stops + added, all_counts)
 
 
 def new_draft(config: TrainConfig, target: Target, aux_layers: Iterable[int], vocab: VocabMap) -> DraftModel:

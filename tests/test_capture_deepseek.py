@@ -14,12 +14,11 @@ from types import SimpleNamespace
 
 import deepseek_on_cpu
 import pytest
+from deepseek_checks import check_every_gate, check_the_anchored_check
 from other_python import make_other_python
 
 from eagle3_utils.config import ProbeConfig
 from eagle3_utils.serving.launch import checks
-from eagle3_utils.serving.probe import run_probe
-from eagle3_utils.serving.probing.trials import Trials
 from eagle3_utils.serving.server import Server, capture_spec
 from eagle3_utils.target import load_target
 
@@ -64,15 +63,9 @@ def test_the_servers_python_has_sglang_and_nothing_of_ours_but_the_plugin_folder
 def test_every_gate_passes_and_layers_are_those_of_hugging_face(served, records):
     server, target, config = served
     assert server.handshake["model_class"] == "DeepseekV3ForCausalLM"
-    report = run_probe(server, target, config, records)
-    assert report.passed, report.table().to_string()
-    assert [row["found_boundary"] for row in report.layers] == [3, 4, 5, 6]
+    check_every_gate(server, target, config, records)
 
 
 def test_the_anchored_check_finds_the_same_layers_without_a_reference(served, records):
     server, target, config = served
-    anchored = config.model_copy(update={"reference": "anchored"})
-    examined = Trials(server, target, anchored, records, log=lambda _line: None)
-    examined.layers()
-    assert all(gate.passed for gate in examined.gates)
-    assert [row["found_boundary"] for row in examined.layer_rows] == [3, 4, 5]
+    check_the_anchored_check(server, target, config, records)

@@ -65,11 +65,16 @@ def state_bytes(corpus: CorpusNumbers, hidden_size: int, num_aux: int, codec: st
     return {"aux": corpus.num_tokens * num_aux * row, "final": final_rows * row, "index": index}
 
 
+def held_limit(staging_bytes: int, num_open: int) -> int:
+    """Bytes of dumps that one of `num_open` open shards may hold: all of them together half of the staging area."""
+    return staging_bytes // (2 * num_open)
+
+
 def shard_limit(
     shard_bytes: int, staging_bytes: int, num_open: int, stored_per_token: float, dump_per_token: int
 ) -> int:
     """Bytes at which a shard is closed: its own limit, or when its dumps fill their share of staging."""
-    by_staging = staging_bytes / (2 * num_open) / dump_per_token * stored_per_token
+    by_staging = held_limit(staging_bytes, num_open) / dump_per_token * stored_per_token
     return max(1, min(shard_bytes, int(by_staging)))
 
 

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepseek_checks import check_every_gate, check_the_anchored_check
 from deepseek_on_cpu import make_tiny_deepseek
 
 from eagle3_utils.config import ProbeConfig
-from eagle3_utils.serving.probe import run_probe
-from eagle3_utils.serving.probing.trials import Trials
 from eagle3_utils.serving.server import Server, capture_spec
 from eagle3_utils.target import load_target
 
@@ -56,15 +55,9 @@ def records():
 
 def test_every_gate_passes_and_layers_are_those_of_hugging_face(served, records):
     server, target, config = served
-    report = run_probe(server, target, config, records)
-    assert report.passed, report.table().to_string()
-    assert [row["found_boundary"] for row in report.layers] == [3, 4, 5, 6]
+    check_every_gate(server, target, config, records)
 
 
 def test_the_anchored_check_finds_the_same_layers_without_a_reference(served, records):
     server, target, config = served
-    anchored = config.model_copy(update={"reference": "anchored"})
-    examined = Trials(server, target, anchored, records, log=lambda _line: None)
-    examined.layers()
-    assert all(gate.passed for gate in examined.gates), examined.gates
-    assert [row["found_boundary"] for row in examined.layer_rows] == [3, 4, 5]
+    check_the_anchored_check(server, target, config, records)

@@ -195,6 +195,8 @@ def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor)
     experts changed with the batch is less like itself, but no more like another.
     """
     stray, doubtful = torch.zeros(len(own), dtype=torch.bool), (own < _SURELY_OWN).nonzero().flatten()
+    if not len(doubtful):
+        return stray
     rows = torch.nn.functional.normalize(reference.float(), dim=-1)
     for part in doubtful.split(256):
         similar = torch.nn.functional.normalize(states[part].float(), dim=-1) @ rows.T  # [256, T]

@@ -212,13 +212,13 @@ class Trials:
             figures[f"in a batch of {count}"] = Likeness.worst(
                 likeness(dump, alone) for rid, dump in dumps.items() if "batch" in rid
             )
+            among = []
             for sample in self.samples[1:4]:  # other neighbours, other places in the batch
                 other, _ = self.client.capture(list(sample.input_ids), self.rid("other"))
                 if sample.id in self.dumps:
-                    among = figures.get("among others")
-                    figures["among others"] = Likeness.worst(
-                        f for f in (likeness(self.dumps[sample.id], other), among) if f is not None
-                    )
+                    among.append(likeness(self.dumps[sample.id], other))
+            if among:
+                figures["among others"] = Likeness.worst(among)
         except DumpError as error:
             self.add(Gate("invariance", "a request failed", wanted, False, str(error)))
             return

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes
+from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes, held_limit
 from eagle3_utils.states.store import Sample, StoreMeta, num_open_shards
 
 _DTYPES = {"BF16": torch.bfloat16, "I64": torch.int64}
@@ -150,7 +150,7 @@ def share_staging(dump_dirs: list[Path], records: list, meta, config, num_proces
             f"set staging_max_bytes to {STAGING_SHARES * longest} or more, on a staging_dir with that much room",
         )
     max_tokens = min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
-    return staging // (2 * num_open_shards(num_processes)), max_tokens
+    return held_limit(staging, num_open_shards(num_processes)), max_tokens
 
 
 def sweep(dump_dirs: list[Path], keep: str | None = None) -> None:

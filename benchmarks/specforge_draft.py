@@ -12,10 +12,10 @@ SpecForge's: the draft module, its first weights, `OnlineEagle3Model` (unroll, l
 masks), weights 0.8^i, sample normaliser, padding, `TargetHead`, `TrainerCore`, `BF16Optimizer` (AdamW on float32
 masters, clip 0.5, 1.5 % warm-up, cosine to 0), the exporter. Its default learning rate 1.0e-4 is meant for longer runs.
 
-Ours: the shape (the target's, D, RoPE), the draft vocabulary (its rule, the most frequent supervised tokens; ties and
-end tokens as in notebook 04), which samples make up each step (notebook 04's, every group padded to its longest; with
---batch-size N the same order, N at a time), the target's weights (SpecForge reads no tied head), the loop, and the
-figures on the validation store, by which the best weights are kept, as in notebook 04.
+Ours: the shape (the target's, D, RoPE; plain EAGLE-3), the draft vocabulary (its rule, the most frequent supervised
+tokens; ties and end tokens as in notebook 04), which samples make up each step (notebook 04's, every group padded to
+its longest; with --batch-size N the same order, N at a time), the target's weights (SpecForge reads no tied head), the
+loop, and the figures on the validation store, by which the best weights are kept, as in notebook 04.
 
 Where it cannot be the same: SpecForge's mask also supervises two predictions beyond an answer's end, for which a store
 has teachers only with `final: all`; else they are left out. --mask shifted supervises what ours does. On a CPU all is
@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -78,7 +79,7 @@ def main() -> None:
     steps = Steps(reader, config, args, dtype)
     counts, all_counts = token_counts(reader, target)
     vocab = corpus_vocab(counts, target, config.draft_vocab_size, all_counts)
-    shape = draft_config_for(config, target, reader.meta.aux_layers)
+    shape = replace(draft_config_for(config, target, reader.meta.aux_layers), fc_norm=False, norm_output=False)
     config_path = stage.data / "draft" / "specforge.json"
     runs.write_json(config_path, draft_json(shape, target))
     model = DraftModel(shape, vocab, load_embed_tokens(target)).place(device, dtype)
@@ -229,9 +230,8 @@ def draft_json(shape: DraftConfig, target: Target) -> dict[str, Any]:
     for name in ("norm_output", "fc_norm", "rope_scaling", "trained_aux_layers"):
         del values[name]
     text = target.text_config
-    return values | {
-        "pad_token_id": text.get("pad_token_id") or 0, "initializer_range": text.get("initializer_range", 0.02)
-    }  # fmt: skip
+    more = {"pad_token_id": text.get("pad_token_id") or 0, "initializer_range": text.get("initializer_range", 0.02)}
+    return values | more
 
 
 def train(

@@ -32,7 +32,7 @@ from side_by_side import compare, wait_for_turn  # noqa: E402
 
 from eagle3_utils.config import TrainConfig  # noqa: E402
 from eagle3_utils.draft.network import DraftConfig, DraftModel  # noqa: E402
-from eagle3_utils.draft.training.batch_runner import BatchRunner  # noqa: E402
+from eagle3_utils.draft.training.batch_runner import BatchRunner, PlannedBatch  # noqa: E402
 from eagle3_utils.draft.training.optimizer import MasterAdamW  # noqa: E402
 from eagle3_utils.draft.unrolling.teacher import Teacher  # noqa: E402
 from eagle3_utils.draft.vocab import vocab_map_of  # noqa: E402
@@ -92,20 +92,17 @@ class Bench:
         plain = argparse.Namespace(logit_scale=1.0, logit_softcap=None)
         return Teacher(head.mul_(weaker).to(self.dtype), self.model.target_ids, plain, self.args.frozen_on_host)
 
-    def batch(self, work: str) -> PackedBatch:
-        """Documents with random states, prepared as a loader's thread does, big tensors on the device (as the peer's);
-        what the plan is made from stays on the CPU."""
+    def batch(self, work: str) -> PlannedBatch:
+        """Documents with random states, prepared as a loader's thread does, then on the device (as the peer's)."""
         batch = self.runner.prepare(make_batch(self.args, work, self.hidden, self.vocab_size, self.dtype))
-        moved = batch.to(self.device)
-        for name in ("loss_mask", "cu_seqlens", "final_index"):
-            setattr(moved, name, getattr(batch, name))
-        return moved
+        batch.packed = batch.packed.to(self.device)
+        return batch
 
-    def steps(self, batch: PackedBatch, count: int) -> list[float]:
+    def steps(self, batch: PlannedBatch, count: int) -> list[float]:
         """Seconds of each of some steps."""
         return [self._timed_step(batch) for _ in range(count)]
 
-    def measure(self, work: str, batch: PackedBatch) -> dict:
+    def measure(self, work: str, batch: PlannedBatch) -> dict:
         """Median step, after `--warmup` untimed ones."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -115,27 +112,25 @@ class Bench:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return {
-            "implementation": "eagle3_utils", "shape": self.args.shape, "work": work, "tokens": batch.num_tokens,
-            "supervised": int(batch.loss_mask.sum()), "ttt_steps": self.args.ttt_steps, "rows": self.args.rows,
-            "tokens_per_second": round(batch.num_tokens / seconds, 1), "step_ms": round(seconds * 1e3, 2),
+            "implementation": "eagle3_utils", "shape": self.args.shape, "work": work, "tokens": batch.packed.num_tokens,
+            "supervised": int(batch.packed.loss_mask.sum()), "ttt_steps": self.args.ttt_steps, "rows": self.args.rows,
+            "tokens_per_second": round(batch.packed.num_tokens / seconds, 1), "step_ms": round(seconds * 1e3, 2),
             "phase_ms": self.phases(batch), "peak_gib": round(peak, 2), "device": str(self.device),
             "dtype": str(self.dtype), "torch": torch.__version__, "threads": torch.get_num_threads(),
         }  # fmt: skip
 
-    def phases(self, batch: PackedBatch) -> dict[str, float]:
+    def phases(self, batch: PlannedBatch) -> dict[str, float]:
         """Milliseconds of one step's parts, each waited for (so their sum is a little more than a step)."""
         marks = [("", self._now())]
         self._timed_step(batch, lambda name: marks.append((name, self._now())))
         return {name: round((end - start) * 1e3, 2) for (_, start), (name, end) in pairwise(marks)}
 
-    def _timed_step(self, batch: PackedBatch, mark=lambda name: None) -> float:
+    def _timed_step(self, batch: PlannedBatch, mark=lambda name: None) -> float:
         began = self._now()
         if self.args.first_visit:
             self.runner.forget_coverage()
         self.optimizer.zero_grad()
-        plan = self.runner.plan(batch)
-        mark("plan")
-        result = self.runner(batch, plan)
+        result = self.runner(batch)
         mark("unroll")
         result.loss.backward()
         mark("backward")

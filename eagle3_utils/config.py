@@ -156,8 +156,8 @@ class TrainConfig(StageConfig):
     ttt_steps: int = Field(3, ge=1)
     step_weight_decay: float = Field(0.8, gt=0, le=1)
     loss: Literal["soft", "hard", "lk_alpha", "lk_lambda"] = "soft"
-    fc_norm: bool = False
-    norm_output: bool = False
+    fc_norm: bool = True
+    norm_output: bool = True
     init: Literal["target_layer", "random"] = "target_layer"
     init_from: str | None = None
     freeze_lm_head: bool = False
@@ -191,7 +191,7 @@ class EvaluateConfig(ServingOptions, StageConfig):
     num_steps: int = Field(3, ge=1)
     topk: int = Field(1, ge=1)
     num_draft_tokens: int | None = Field(None, ge=2)
-    replay_shapes: list[list[int]] = [[1, 1, 2], [5, 1, 6], [3, 4, 8]]
+    replay_shapes: list[list[int]] = [[1, 1, 2], [3, 1, 4], [5, 1, 6], [3, 4, 8]]
     served: Literal["auto", "on", "off"] = "auto"
     served_shapes: list[list[int]] = [[3, 1, 4]]
     served_concurrency: list[int] = [1, 8, 32]

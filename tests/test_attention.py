@@ -5,10 +5,12 @@ import torch
 from draft_reference import random_batch, small_model, unroll
 
 from eagle3_utils.draft.unrolling.attention import (
+    eager_attention,
     eager_prefix_attention,
     flex_prefix_attention,
     interval_block_mask,
     merge_own_keys,
+    with_own_keys,
 )
 from eagle3_utils.draft.unrolling.plan import plan_unroll
 
@@ -20,8 +22,10 @@ def test_flex_attention_equals_eager_attention(lengths):
     model, head = small_model()
     batch = random_batch(lengths)
     with torch.no_grad():  # flex_attention has no backward on a CPU
-        eager, _ = unroll(model, head, batch, attend=eager_prefix_attention)
-        flex, _ = unroll(model, head, batch, attend=lambda plan: flex_prefix_attention(plan, compiled=False))
+        eager, _ = unroll(model, head, batch, attend=eager_attention)
+        flex, _ = unroll(
+            model, head, batch, attend=lambda plan: with_own_keys(flex_prefix_attention(plan, compiled=False))
+        )
     assert float(flex.loss) == pytest.approx(float(eager.loss), abs=1e-5)
     assert torch.equal(flex.correct, eager.correct)
 
@@ -50,9 +54,11 @@ def test_merged_attention_equals_one_softmax_over_all_keys():
     value, prefix_scores = torch.randn(5, 3, 2, 6, generator=generator), torch.randn(5, 4, 11, generator=generator)
     prefix_values = torch.randn(5, 4, 11, 6, generator=generator)
     attended = (prefix_scores.softmax(-1)[..., None] * prefix_values).sum(2)
-    merged = merge_own_keys(attended, prefix_scores.logsumexp(-1), query, key, value, 0.3)
+    merged, total = merge_own_keys(attended, prefix_scores.logsumexp(-1), query, key, value, 0.3)
     own_scores = torch.einsum("nhd,nihd->nhi", query, key.repeat_interleave(2, 2)) * 0.3
-    weights = torch.cat([prefix_scores, own_scores], -1).softmax(-1)
+    every_score = torch.cat([prefix_scores, own_scores], -1)
+    torch.testing.assert_close(total, every_score.logsumexp(-1))
+    weights = every_score.softmax(-1)
     every = torch.cat([prefix_values, value.repeat_interleave(2, 2).transpose(1, 2)], 2)
     torch.testing.assert_close(merged, (weights[..., None] * every).sum(2))
 

@@ -24,14 +24,14 @@ def build(config, states, draft_vocab_size=40):
 def test_known_coverage_equals_a_first_visit_in_any_packing(make_config, states):
     reader, runner = build(make_config(draft_vocab_size=40), states)
     for batch in PackedDataset(reader, 64, seed=1).epoch(0):
-        runner(batch, runner.plan(batch))
+        runner(runner.prepare(batch))
     known = dict(runner._coverage)
     assert set(known) == set(reader.ids)
     assert 0 < sum(int(part.sum()) for part in known.values()) < sum(len(part) for part in known.values())
     repacked = next(iter(PackedDataset(reader, 256, seed=2).epoch(0)))
-    cached = runner(repacked, runner.plan(repacked))
+    cached = runner(runner.prepare(repacked))
     runner._coverage.clear()
-    fresh = runner(repacked, runner.plan(repacked))
+    fresh = runner(runner.prepare(repacked))
     assert torch.equal(cached.covered, fresh.covered)
     assert torch.equal(cached.counts.as_tensor(), fresh.counts.as_tensor())
 
@@ -40,7 +40,8 @@ def test_validation_adds_up_over_batches_and_leaves_no_gradient(make_config, sta
     reader, runner = build(make_config(draft_vocab_size=40), states)
     ranks = Ranks(0, 1, torch.device("cpu"))
     small, large = (
-        runner.validate(PackedDataset(reader, tokens, shuffle=False), ranks, want_overlap=True) for tokens in (64, 256)
+        runner.validate(PackedDataset(reader, tokens, shuffle=False, prepare=runner.prepare), ranks, want_overlap=True)
+        for tokens in (64, 256)
     )
     torch.testing.assert_close(small.as_tensor(), large.as_tensor(), atol=1e-3, rtol=1e-5)
     supervised = sum(int(reader.read(index).loss_mask[1:].sum()) for index in range(len(reader)))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from draft_folders import LAYERS
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.training.build import corpus_vocab, draft_config_for, new_draft
+from eagle3_utils.draft.training.build import corpus_vocab, draft_config_for, new_draft, typical_rms
 from eagle3_utils.draft.training.checkpoint import Position, save_checkpoint
 from eagle3_utils.draft.training.optimizer import MasterAdamW
 from eagle3_utils.draft.vocab import vocab_map_of
@@ -30,6 +31,20 @@ def test_same_seed_gives_the_same_draft_and_another_gives_another(target):
         new_draft(TrainConfig(draft_vocab_size=256, seed=seed), target, LAYERS, vocab).fc.weight for seed in (1, 1, 2)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_typical_rms_is_that_of_most_tokens_of_the_highest_layer():
+    class Reader:
+        def __len__(self):
+            return 2
+
+        def read(self, index):
+            aux = torch.full((5, 3, 8), 100.0)
+            aux[:, -1] = 2.0 + index
+            aux[0, -1] = 1000.0  # a massive activation
+            return SimpleNamespace(aux=aux.bfloat16())
+
+    assert typical_rms(Reader()) == 3.0
 
 
 def test_end_tokens_are_in_the_vocabulary_whatever_their_counts(target):
@@ -80,7 +95,7 @@ def test_warm_start_from_a_checkpoint_has_its_weights_and_vocabulary(draft, targ
     model = new_draft(TrainConfig(draft_vocab_size=100, init_from=str(folder)), target, LAYERS, other)
     assert torch.equal(model.d2t, draft.d2t) and torch.equal(model.fc.weight, draft.fc.weight)
     with pytest.raises(UserError, match="another shape"):
-        new_draft(TrainConfig(fc_norm=True, init_from=str(folder)), target, LAYERS, other)
+        new_draft(TrainConfig(fc_norm=False, init_from=str(folder)), target, LAYERS, other)
 
 
 def test_draft_of_an_mla_target_has_its_own_heads(target):

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from eagle3_utils.draft.modules.fused import fused, gated_mlp, linear
+from eagle3_utils.draft.modules.fused import fused, linear, normed_gated_mlp, normed_linears
 
 
 def leaves(*shapes):
@@ -11,16 +11,35 @@ def leaves(*shapes):
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def test_gated_mlp_has_the_gradients_autograd_gives_over_several_uses():
-    tensors = leaves((6, 4), (9, 4), (9, 4), (4, 9))
+def rms_norm(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def test_normed_gated_mlp_has_the_gradients_autograd_gives_over_several_uses():
+    tensors = leaves((6, 4), (4,), (9, 4), (9, 4), (4, 9))
     plain = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    x, gate, up, down = tensors
-    gated_mlp(gated_mlp(x, gate, up, down), gate, up, down).square().sum().backward()
-    x, gate, up, down = plain
-    y = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    ((F.silu(y @ gate.T) * (y @ up.T)) @ down.T).square().sum().backward()
+    x, norm, *weights = tensors
+    normed_gated_mlp(normed_gated_mlp(x, norm, 1e-5, *weights), norm, 1e-5, *weights).square().sum().backward()
+    x, norm, gate, up, down = plain
+    for _ in range(2):
+        x = rms_norm(x, norm)
+        x = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    x.square().sum().backward()
     for ours, theirs in zip(tensors, plain, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-4)
+
+
+def test_normed_linears_have_the_gradients_autograd_gives():
+    tensors = leaves((6, 4), (4,), (3, 4), (5, 4))
+    plain = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    x, norm, *weights = tensors
+    first, second = normed_linears(x, norm, 1e-5, *weights)
+    (first.square().sum() + second.sin().sum()).backward()
+    x, norm, *weights = plain
+    first, second = (rms_norm(x, norm) @ weight.T for weight in weights)
+    (first.square().sum() + second.sin().sum()).backward()
+    for ours, theirs in zip(tensors, plain, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_linear_adds_to_a_gradient_that_is_there_and_spares_a_frozen_weight():

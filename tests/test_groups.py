@@ -5,7 +5,7 @@ import torch
 from draft_reference import PLAIN_LOGITS, random_batch, small_model
 
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
-from eagle3_utils.draft.unrolling.attention import eager_prefix_attention
+from eagle3_utils.draft.unrolling.attention import eager_attention
 from eagle3_utils.draft.unrolling.groups import unroll_in_groups
 from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
@@ -27,7 +27,8 @@ def test_groups_of_slots_equal_the_whole(max_rows, changes):
     parts = plan.split(max_rows)
     assert len(parts) > 1 and max(len(part.rows) for part in parts) <= max_rows
     assert sum(part.num_hidden for part in parts) == plan.num_hidden
-    result = unroll_in_groups(model, batch, parts, teacher, OPTIONS, plan.num_supervised, None, eager_prefix_attention)
+    attentions = [eager_attention(part) for part in parts]
+    result = unroll_in_groups(model, batch, parts, teacher, OPTIONS, plan.num_supervised, None, attentions)
     result.loss.backward()
     assert float(result.loss.detach()) == pytest.approx(float(whole.loss.detach()), abs=1e-5)
     torch.testing.assert_close(result.counts.as_tensor(), whole.counts.as_tensor(), atol=1e-4, rtol=1e-5)
@@ -42,9 +43,9 @@ def test_without_gradients_groups_only_count():
     model, head = small_model()
     teacher, batch = Teacher(head, model.target_ids, PLAIN_LOGITS), random_batch([40])
     plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, STEPS)
+    parts = plan.split(9)
+    attentions = [eager_attention(part) for part in parts]
     with torch.no_grad():
-        result = unroll_in_groups(
-            model, batch, plan.split(9), teacher, OPTIONS, plan.num_supervised, None, eager_prefix_attention
-        )
+        result = unroll_in_groups(model, batch, parts, teacher, OPTIONS, plan.num_supervised, None, attentions)
     assert result.counts.supervised.tolist() == plan.num_supervised.tolist()
     assert model.lm_head.weight.grad is None and not result.loss.requires_grad

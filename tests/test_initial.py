@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.network import DraftCache
 from eagle3_utils.draft.training import initial
 from eagle3_utils.draft.training.build import new_draft
 from eagle3_utils.draft.training.initial import initialise
@@ -12,6 +13,7 @@ from eagle3_utils.errors import UserError
 from eagle3_utils.target import load_decoder_layer, load_target
 
 LAYERS = [1, 14, 26]
+PLAIN = {"fc_norm": False, "norm_output": False}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def vocab(target):
 
 
 def draft_of(target, vocab, **options):
-    return new_draft(TrainConfig(draft_vocab_size=256, **options), target, LAYERS, vocab)
+    return new_draft(TrainConfig(draft_vocab_size=256, **PLAIN, **options), target, LAYERS, vocab)
 
 
 def test_the_layer_is_the_targets_last_and_fc_passes_the_highest_state_on(target, vocab):
@@ -39,6 +41,32 @@ def test_the_layer_is_the_targets_last_and_fc_passes_the_highest_state_on(target
     assert bool((layer["input_layernorm.weight"] == 1).all())
     states = torch.randn(50, 3 * size)
     assert torch.cosine_similarity(states @ draft.fc.weight.detach().T, states[:, 2 * size :]).min() > 0.95
+
+
+@pytest.mark.parametrize("changes", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}])
+def test_with_normed_states_a_draft_begins_as_the_same_function(target, vocab, changes):
+    config = TrainConfig(draft_vocab_size=256, **PLAIN)
+    plain = new_draft(config, target, LAYERS, vocab)
+    normed = new_draft(config.model_copy(update=changes), target, LAYERS, vocab, state_rms=24.0)
+    states = torch.randn(20, 3, target.hidden_size)
+    states *= 24.0 / states.square().mean(-1, keepdim=True).sqrt()
+    ids, positions = torch.arange(100, 120), torch.arange(20)
+    with torch.no_grad():
+        wanted, given = (
+            draft.decode_step(draft.project(states), ids, positions, DraftCache())[1] for draft in (plain, normed)
+        )
+        if normed.config.norm_output:  # and gives states as large as those that `fc` gave
+            output = normed.decode_step(normed.project(states), ids, positions, DraftCache())[0]
+            assert 0.7 < float(output.norm() / normed.project(states).norm()) < 1.4
+    torch.testing.assert_close(given, wanted, atol=1e-2, rtol=1e-3)
+
+
+def test_a_wider_mlp_begins_as_the_targets(target, vocab):
+    plain, wide = draft_of(target, vocab).midlayer, draft_of(target, vocab, intermediate_size=2000).midlayer
+    states = torch.randn(20, target.hidden_size)
+    expected = plain.mlp(states, plain.post_attention_layernorm)
+    torch.testing.assert_close(wide.mlp(states, wide.post_attention_layernorm), expected, atol=1e-4, rtol=1e-4)
+    assert float(wide.mlp.up_proj.weight.detach()[1536:].std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_random_keeps_only_head_and_norm(target, vocab):
@@ -65,7 +93,7 @@ def test_a_layer_that_computes_otherwise_is_not_copied(target, vocab, monkeypatc
 def test_quantised_and_differently_shaped_tensors_are_left_out(target, vocab, monkeypatch):
     layer = load_decoder_layer(target, 29)
     layer["mlp.up_proj.weight"] = layer["mlp.up_proj.weight"].to(torch.float8_e4m3fn)
-    layer["mlp.down_proj.weight"] = layer["mlp.down_proj.weight"][:, :100]
+    layer["mlp.down_proj.weight"] = layer["mlp.down_proj.weight"].repeat(1, 2)
     monkeypatch.setattr(initial, "load_decoder_layer", lambda target, index: layer)
     taken = initialise(draft_of(target, vocab, init="random"), target, "target_layer")
     assert "mlp.gate_proj.weight" in taken

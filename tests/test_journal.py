@@ -5,6 +5,8 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from eagle3_utils.draft.training.journal import Journal, read_journal
 
 
@@ -28,10 +30,13 @@ def test_line_cut_short_by_a_kill_is_passed_over(tmp_path):
     assert len(read_journal(tmp_path, "train")) == 1
 
 
-def test_tensorboard_files_are_written(tmp_path):
+def test_tensorboard_shows_the_same_figures(tmp_path):
     with Journal(tmp_path, "run") as journal:
-        journal.write("train", 1, loss=2.0)
-    assert list((tmp_path / "tensorboard").glob("events*"))
+        journal.write("train", 1, loss=2.0, accuracy=[0.25, 0.5])
+        journal.write("train", 2, loss=1.0, accuracy=[0.5, 0.75])
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert [event.value for event in board.Scalars("train/accuracy/1")] == [0.5, 0.75]
 
 
 def test_no_journal_yet_reads_as_empty(tmp_path):

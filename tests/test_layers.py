@@ -14,9 +14,10 @@ def test_norm_divides_by_the_root_mean_square():
 
 
 def test_mlp_gates_with_silu():
-    mlp, x = MLP(3, 5), torch.randn(2, 3)
-    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
-    torch.testing.assert_close(mlp(x), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
+    mlp, norm, x = MLP(3, 5), RMSNorm(3, 1e-5), torch.randn(2, 3)
+    normed = norm(x)
+    gate, up = normed @ mlp.gate_proj.weight.T, normed @ mlp.up_proj.weight.T
+    torch.testing.assert_close(mlp(x, norm), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
 
 
 def test_llama_latents_split_into_keys_and_values():

@@ -5,7 +5,7 @@ import torch
 from draft_reference import random_batch, small_model, unroll
 
 from eagle3_utils.draft.unroll import unrolled_hidden
-from eagle3_utils.draft.unrolling.attention import eager_prefix_attention
+from eagle3_utils.draft.unrolling.attention import eager_attention
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard", "lk_alpha", "lk_lambda"])
@@ -16,7 +16,7 @@ def test_each_loss_has_the_gradient_autograd_gives(kind):
     result.loss.backward()
     ours = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    outputs = torch.cat(unrolled_hidden(model, batch, plan, eager_prefix_attention(plan)))
+    outputs = torch.cat(unrolled_hidden(model, batch, plan, eager_attention(plan)))
     total = 0.0
     for row, pairs in enumerate(plan.pair_index.tolist()):
         teacher = head @ batch.final[row]
@@ -64,7 +64,7 @@ def test_overlap_counts_the_targets_whole_distribution():
     model, head = small_model()
     batch = random_batch([16])
     result, plan = unroll(model, head, batch, 1, want_overlap=True)
-    hidden = unrolled_hidden(model, batch, plan, eager_prefix_attention(plan))[0]
+    hidden = unrolled_hidden(model, batch, plan, eager_attention(plan))[0]
     expected = 0.0
     for row, (pair,) in enumerate(plan.pair_index.tolist()):
         if pair < plan.num_hidden:

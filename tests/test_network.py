@@ -6,7 +6,7 @@ from draft_reference import PLAIN_LOGITS, random_batch, small_config, small_mode
 
 from eagle3_utils.draft.network import DraftCache, DraftModel
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test, unrolled_hidden
-from eagle3_utils.draft.unrolling.attention import eager_prefix_attention
+from eagle3_utils.draft.unrolling.attention import eager_attention
 from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
@@ -21,7 +21,7 @@ def test_decoding_equals_the_training_unroll(changes):
     model, _ = small_model(**changes)
     batch, steps = random_batch([20], ["0" * 5 + "1" * 15]), 4
     plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, steps)
-    outputs = unrolled_hidden(model, batch, plan, eager_prefix_attention(plan))
+    outputs = unrolled_hidden(model, batch, plan, eager_attention(plan))
     for slot in (3, 9, 14):
         row, cache = int((plan.rows == slot).nonzero()), DraftCache()
         positions = torch.arange(slot + 1)

@@ -8,7 +8,7 @@ import torch
 from small_models import AUX_LAYERS, VOCAB, small_draft, small_model
 
 from eagle3_utils.acceptance import offline
-from eagle3_utils.acceptance.heldout import packed_sample
+from eagle3_utils.acceptance.forward import packed_sample
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.draft.metrics import StepCounts, accept_length
@@ -123,15 +123,3 @@ def test_the_interval_is_that_of_the_mean_over_samples_not_over_tokens():
     half_width = 1.96 * 0.3 / np.sqrt(200)
     assert found.low == pytest.approx(0.5 - half_width, abs=0.004)
     assert found.high == pytest.approx(0.5 + half_width, abs=0.004)
-
-
-def test_a_ratio_is_of_sums_and_identical_items_have_no_spread():
-    found = offline.ratio_interval([30, 10], [10, 10])
-    assert found.value == 2.0 and found.low == 1.0 and found.high == 3.0
-    assert offline.ratio_interval([20] * 6, [10] * 6) == offline.Interval(2.0, 2.0, 2.0)
-
-
-def test_intervals_become_json_and_text(samples):
-    plain = offline.to_json(offline.summarise(samples, num_resamples=20))
-    assert set(plain["all"]["accuracy"][0]) == {"value", "low", "high"}
-    assert str(offline.Interval(1.5, 1.25, 1.75)) == "1.500 [1.250, 1.750]"

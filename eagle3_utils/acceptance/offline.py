@@ -13,37 +13,23 @@ Legend: S samples, R resamples, C counted quantities, I steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from eagle3_utils.acceptance.intervals import ALL, NUM_RESAMPLES, bootstrap_sums, intervals, ratio
 from eagle3_utils.corpus.records import Record
 from eagle3_utils.draft import metrics
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
-from eagle3_utils.draft.unrolling.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.unrolling.attention import eager_attention
 from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import count_tokens
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 from eagle3_utils.states.reader import StoreReader
-
-ALL = "all"
-NUM_RESAMPLES = 1000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A figure and its 95 % confidence interval (percentiles of the bootstrap)."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ def count_samples(
 
     Parameters
     ----------
-    batches : with one document each, from `one_by_one` or `heldout.packed_sample`.
+    batches : with one document each, from `one_by_one` or `forward.packed_samples`.
     baseline_id : draft id of the training corpus's most frequent token; −1 leaves the baseline at 0.
     progress : called with the number of samples done.
     """
@@ -91,10 +77,11 @@ def count_samples(
     for batch in batches:
         assert len(batch.sample_ids) == 1, "one sample per batch: intervals are over samples"
         plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, num_steps).to(device)
-        attend = flex_prefix_attention(plan) if device.type == "cuda" else eager_prefix_attention(plan)
-        with torch.no_grad():
-            counts = training_time_test(draft, batch.to(device), plan, teacher, options, attend=attend).counts
-        counts = metrics.StepCounts.from_tensor(counts.as_tensor())  # float64 on the CPU
+        work = draft, batch.to(device), plan, teacher, options
+        # nothing compiled: on a GPU that takes longer than some hundred samples do without
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            counts = training_time_test(*work, attend=eager_attention(plan)).counts
+        counts = metrics.StepCounts.from_tensor(counts.as_tensor().cpu())
         samples.append(SampleCounts(batch.sample_ids[0], batch.sources[0], counts))
         if progress:
             progress(len(samples))
@@ -113,42 +100,6 @@ def summarise(
     for sample in samples:
         groups.setdefault(sample.source, []).append(sample)
     return {source: _figures(group, num_resamples, seed) for source, group in groups.items() if group}
-
-
-def bootstrap_sums(items_SC: np.ndarray, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> np.ndarray:
-    """Sums over S items in row 0, then over S items drawn with replacement, R times: float64 [1 + R, C]."""
-    num_items = len(items_SC)
-    generator = np.random.default_rng(seed)
-    weights_RS = generator.multinomial(num_items, np.full(num_items, 1 / num_items), size=num_resamples)
-    return np.concatenate([np.ones((1, num_items)), weights_RS]) @ items_SC
-
-
-def intervals(values_RI: np.ndarray) -> list[Interval]:
-    """Row 0 the figure, the rest its resamples [1 + R, I] → one Interval per column."""
-    low_I, high_I = np.percentile(values_RI[1:], [2.5, 97.5], axis=0)
-    return [Interval(*map(float, triple)) for triple in zip(values_RI[0], low_I, high_I, strict=True)]
-
-
-def ratio(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
-    """Elementwise, 0 where nothing was counted."""
-    return np.divide(numerators, denominators, out=np.zeros_like(numerators), where=denominators > 0)
-
-
-def ratio_interval(
-    numerators_S: Sequence[float], denominators_S: Sequence[float], num_resamples: int = NUM_RESAMPLES, seed: int = 0
-) -> Interval:
-    """Σ numerators / Σ denominators with its interval over items, such as tokens / verifications over prompts."""
-    sums_R2 = bootstrap_sums(np.array([numerators_S, denominators_S], dtype=np.float64).T, num_resamples, seed)
-    return intervals(ratio(sums_R2[:, :1], sums_R2[:, 1:]))[0]
-
-
-def to_json(value: Any) -> Any:
-    """The same nesting with every Interval as {"value", "low", "high"}."""
-    if isinstance(value, Interval):
-        return asdict(value)
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    return [to_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _figures(samples: list[SampleCounts], num_resamples: int, seed: int) -> dict[str, Any]:

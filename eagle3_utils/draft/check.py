@@ -20,6 +20,7 @@ from eagle3_utils.draft.export import draft_config_of
 from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import vocab_map_of
+from eagle3_utils.states.extract import one_torch_thread
 from eagle3_utils.target import Target, load_final_norm
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -194,7 +195,8 @@ def why_untrained(tensor: torch.Tensor, may_be_random: bool = False) -> str | No
     if may_be_random:
         return None
     edge = deviation * (block.shape[0] ** 0.5 + block.shape[1] ** 0.5)
-    largest = float(torch.linalg.matrix_norm(block, 2))
+    with one_torch_thread():  # a hundred milliseconds; the threads of a busy machine with many cores make it seconds
+        largest = float(torch.linalg.matrix_norm(block, 2))
     return "is random noise" if largest < _EDGE_MARGIN * edge else None
 
 

@@ -36,13 +36,13 @@ class StepCounts:
     accepted: torch.Tensor  # those of them that are correct at this step as well
 
     @classmethod
-    def zeros(cls, num_steps: int) -> StepCounts:
+    def zeros(cls, num_steps: int, device: torch.device | str = "cpu") -> StepCounts:
         """No positions yet."""
-        return cls(*(torch.zeros(num_steps, dtype=torch.float64) for _ in fields(cls)))
+        return cls.from_tensor(torch.zeros(len(fields(cls)), num_steps, dtype=torch.float64, device=device))
 
     def as_tensor(self) -> torch.Tensor:
-        """float64 [8, S], for a sum over ranks."""
-        return torch.stack([getattr(self, item.name).double().cpu() for item in fields(self)])
+        """float64 [8, S] where the counts are, for a sum over ranks."""
+        return torch.stack([getattr(self, item.name).double() for item in fields(self)])
 
     @classmethod
     def from_tensor(cls, stacked: torch.Tensor) -> StepCounts:

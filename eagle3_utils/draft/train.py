@@ -24,8 +24,8 @@ import yaml
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.training.batch_runner import BatchRunner
-from eagle3_utils.draft.training.build import corpus_vocab, new_draft, token_counts
+from eagle3_utils.draft.training.batch_runner import BatchRunner, PlannedBatch
+from eagle3_utils.draft.training.build import corpus_vocab, new_draft, token_counts, typical_rms
 from eagle3_utils.draft.training.checkpoint import (
     BEST_WEIGHTS,
     Position,
@@ -43,7 +43,7 @@ from eagle3_utils.draft.training.signals import StopRequest
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import config_values, data_folder, write_json
-from eagle3_utils.states.dataset import PackedBatch, PackedDataset
+from eagle3_utils.states.dataset import PackedDataset
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import load_target
 
@@ -111,7 +111,7 @@ class Trainer:
         self.val_data = PackedDataset(val_reader, config.max_tokens_per_step, shuffle=False, **sharing)
         counts, all_counts = token_counts(reader, self.target)
         vocab = corpus_vocab(counts, self.target, config.draft_vocab_size, all_counts)
-        self.model = new_draft(config, self.target, reader.meta.aux_layers, vocab).place(
+        self.model = new_draft(config, self.target, reader.meta.aux_layers, vocab, typical_rms(reader)).place(
             ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32, config.frozen_on_host
         )
         if self.sharded:
@@ -155,22 +155,21 @@ class Trainer:
             if journal is not None:
                 journal.close()
 
-    def _optimise(self, batches: list[PackedBatch], total: int) -> dict:
+    def _optimise(self, batches: list[PlannedBatch], total: int) -> dict:
         """One optimiser step over this rank's batches."""
-        plans = [self.runner.plan(batch) for batch in batches]
-        tokens = float(sum(batch.num_tokens for batch in batches))
-        local = torch.stack([plan.num_supervised for plan in plans]).sum(0)
+        tokens = float(sum(batch.packed.num_tokens for batch in batches))
+        local = torch.stack([batch.num_supervised for batch in batches]).sum(0)
         summed = self.ranks.sum(torch.cat([local, torch.tensor([tokens], dtype=torch.float64)]))
         supervised, tokens = summed[:-1], int(summed[-1])
         self.optimizer.zero_grad()
-        loss, counts = 0.0, StepCounts.zeros(self.config.ttt_steps)
-        for batch, plan in zip(batches, plans, strict=True):
-            result = self.runner(batch, plan, supervised)
+        loss, counts = 0.0, StepCounts.zeros(self.config.ttt_steps, self.ranks.device)
+        for batch in batches:
+            result = self.runner(batch, supervised)
             result.loss.backward()
-            loss, counts = loss + float(result.loss.detach()), counts + result.counts
+            loss, counts = loss + result.loss.detach(), counts + result.counts
         if not self.sharded:
             self.ranks.sum_gradients(self.optimizer.parameters)
-        reduced = self.ranks.sum(torch.cat([counts.as_tensor().flatten(), torch.tensor([loss], dtype=torch.float64)]))
+        reduced = self.ranks.sum(torch.cat([counts.as_tensor().flatten(), loss.double().view(1)])).cpu()
         loss, grad_norm = float(reduced[-1]), self.optimizer.grad_norm()
         rate = cosine_with_warmup(self.position.step, total, self.config.learning_rate, self.config.warmup_fraction)
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -185,10 +184,10 @@ class Trainer:
         kept = {name: figures[name] for name in ("accuracy", "accept_length")} | {"loss_by_step": figures["loss"]}
         return {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate, "tokens": self.position.tokens, **kept}
 
-    def _skip(self, batches: list[PackedBatch], loss: float, grad_norm: float) -> None:
+    def _skip(self, batches: list[PlannedBatch], loss: float, grad_norm: float) -> None:
         """A step that is not finite changes no weight, is named in the log, and stops the run when it repeats."""
         self.nonfinite_in_a_row += 1
-        samples = [sample for batch in batches for sample in batch.sample_ids]
+        samples = [sample for batch in batches for sample in batch.packed.sample_ids]
         self.log.error(
             "step %d skipped: loss %s, gradient norm %s; samples %s", self.position.step, loss, grad_norm, samples
         )

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
+from eagle3_utils.draft.modules.fused import normed_linears
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.unrolling.attention import PrefixAttention, eager_prefix_attention, merge_own_keys
+from eagle3_utils.draft.unrolling.attention import Attention, eager_attention
 from eagle3_utils.draft.unrolling.loss import LossJob, chunked_loss
-from eagle3_utils.draft.unrolling.plan import UnrollPlan
+from eagle3_utils.draft.unrolling.plan import UnrollPlan, to_device
 from eagle3_utils.draft.unrolling.teacher import Teacher
 
 
@@ -53,11 +54,10 @@ class UnrollResult:
 
 @dataclass
 class PrefixStates:
-    """What all slots have in common, by slot: fused and normed [T, H]; step-0 keys [T, K, E] and values [T, K, F];
+    """What all slots have in common, by slot: fused [T, H]; step-0 keys [T, K, E] and values [T, K, F];
     the embedding's share of the first maps, embed_query and embed_kv [T, latent] (of the token *at* the slot)."""
 
     fused: torch.Tensor
-    normed: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     embed_query: torch.Tensor
@@ -73,22 +73,23 @@ def prefix_states(model: DraftModel, batch) -> PrefixStates:
     kv_by_embed, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
     embeds = layer.input_layernorm(model.embed(batch.input_ids, getattr(batch, "embeds", None)))  # [T, H]
     embed_query, embed_kv = F.linear(embeds, query_by_embed), F.linear(embeds, kv_by_embed)
-    normed = layer.hidden_norm(fused)
+    norm = layer.hidden_norm
+    (kv_of_fused,) = normed_linears(fused, norm.weight, norm.eps, kv_by_hidden)
     cos, sin = model.rotary(batch.position_ids)
     next_kv = torch.cat([embed_kv[1:], embed_kv[-1:]])  # slot t takes token t+1; a document's last slot is never seen
-    keys, values = attention.keys_values(next_kv + F.linear(normed, kv_by_hidden), cos, sin)
-    return PrefixStates(fused, normed, keys, values, embed_query, embed_kv)
+    keys, values = attention.keys_values(next_kv + kv_of_fused, cos, sin)
+    return PrefixStates(fused, keys, values, embed_query, embed_kv)
 
 
 def unrolled_hidden(
-    model: DraftModel, batch, plan: UnrollPlan, attend: PrefixAttention, prefix: PrefixStates | None = None
+    model: DraftModel, batch, plan: UnrollPlan, attend: Attention, prefix: PrefixStates | None = None
 ) -> list[torch.Tensor]:
     """Hidden states after the final norm, by step: [n_0, H], [n_1, H], …"""
-    layer, attention, rows = model.midlayer, model.midlayer.self_attn, plan.rows
+    layer, attention, norm, rows = model.midlayer, model.midlayer.self_attn, model.midlayer.hidden_norm, plan.rows
     prefix = prefix or prefix_states(model, batch)
     _, query_by_hidden = attention.query_weight().chunk(2, dim=1)
     _, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
-    hidden, normed = prefix.fused.index_select(0, rows), prefix.normed.index_select(0, rows)
+    hidden = prefix.fused.index_select(0, rows)
     own_keys, own_values, outputs = [], [], []
     for step, count in enumerate(plan.num_rows):
         if count == 0:
@@ -97,16 +98,14 @@ def unrolled_hidden(
         cos, sin = model.rotary(batch.position_ids[rows[:count]] + step)
         if step:
             hidden = model.next_input(hidden, outputs[-1])[:count]
-            normed = layer.hidden_norm(hidden)
-            latent = prefix.embed_kv.index_select(0, tokens) + F.linear(normed, kv_by_hidden)
+            of_hidden, kv_of_hidden = normed_linears(hidden, norm.weight, norm.eps, query_by_hidden, kv_by_hidden)
+            latent = prefix.embed_kv.index_select(0, tokens) + kv_of_hidden
             key, value = attention.keys_values(latent, cos, sin)
             own_keys, own_values = [k[:count] for k in own_keys] + [key], [v[:count] for v in own_values] + [value]
-        latent = prefix.embed_query.index_select(0, tokens) + F.linear(normed, query_by_hidden)
-        query = attention.queries(latent, cos, sin)
-        attended, lse = attend(query, prefix.keys, prefix.values, attention.scale)
-        if step:
-            own = torch.stack(own_keys, 1), torch.stack(own_values, 1)
-            attended = merge_own_keys(attended, lse, query, *own, attention.scale)
+        else:
+            (of_hidden,) = normed_linears(hidden, norm.weight, norm.eps, query_by_hidden)
+        query = attention.queries(prefix.embed_query.index_select(0, tokens) + of_hidden, cos, sin)
+        attended = attend(query, prefix.keys, prefix.values, own_keys, own_values, attention.scale)
         hidden = layer.finish(hidden, attended)
         outputs.append(model.norm(hidden))
     return outputs
@@ -120,7 +119,7 @@ def training_time_test(
     options: UnrollOptions,
     num_supervised: torch.Tensor | None = None,
     covered: torch.Tensor | None = None,
-    attend: PrefixAttention | None = None,
+    attend: Attention | None = None,
     prefix: PrefixStates | None = None,
 ) -> UnrollResult:
     """Unroll one packed batch and take its loss.
@@ -128,9 +127,9 @@ def training_time_test(
     batch: a `PackedBatch` (input_ids, position_ids, aux [T, L, H], final [M, H]) on the model's device. plan: its
     `plan_unroll`, moved there. num_supervised float64 [S]: positions to divide by, when the optimiser step has more
     batches than this one (accumulation, ranks); default: this batch's own. covered bool [M]: from an earlier visit.
-    attend: prefix attention; default the eager one. prefix: `prefix_states` of the batch, when they are at hand.
+    attend: default the eager one. prefix: `prefix_states` of the batch, when they are at hand.
     """
-    attend = attend or eager_prefix_attention(plan)
+    attend = attend or eager_attention(plan)
     outputs = unrolled_hidden(model, batch, plan, attend, prefix)
     divisor = (plan.num_supervised if num_supervised is None else num_supervised).clamp(min=1)
     scale = torch.tensor(options.step_weights, dtype=torch.float64) / divisor.cpu()
@@ -140,7 +139,7 @@ def training_time_test(
         teacher=teacher,
         final=batch.final[plan.teacher_rows],
         pair_index=plan.pair_index,
-        step_scale=scale.float().to(hidden.device),
+        step_scale=to_device(scale.float(), hidden.device),
         kind=options.loss,
         covered=None if covered is None else covered[plan.teacher_rows],
         baseline_id=options.baseline_id,
@@ -149,6 +148,7 @@ def training_time_test(
         head_gradient_at_once=options.head_gradient_at_once,
     )
     loss, details = chunked_loss(hidden, model.lm_head.weight, job)
+    del hidden  # as large as a step's states, and done with
     if plan.num_hidden == 0:  # every weight has a gradient all the same: sharded ranks must sum the same ones
         loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters() if parameter.requires_grad)
     has_pair = plan.pair_index < plan.num_hidden

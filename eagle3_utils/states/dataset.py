@@ -152,7 +152,8 @@ class PackedDataset:
         if self.prefetch == 0:
             yield from map(self._load_prepared, plan)
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="batch-reader") as pool:
+        on_device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if self.pin_memory else (None, ())
+        with ThreadPoolExecutor(1, "batch-reader", *on_device) as pool:  # a thread begins on the first GPU
             waiting = [pool.submit(self._load_prepared, indices) for indices in plan[: self.prefetch]]
             try:
                 for number in range(len(plan)):

@@ -11,7 +11,8 @@ from draft_reference import PLAIN_LOGITS, random_batch, small_model
 
 from eagle3_utils.draft.training.optimizer import MasterAdamW, join_master
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
-from eagle3_utils.draft.unrolling.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.unrolling.attention import flex_attention_of
+from eagle3_utils.draft.unrolling.flash import attention_for, has_flash
 from eagle3_utils.draft.unrolling.groups import unroll_in_groups
 from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
@@ -22,26 +23,26 @@ MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=32, kv_lora_rank=32, qk
            v_head_dim=16)  # fmt: skip
 
 
-def step(model, head, batch, device, max_rows=None, kind="soft", on_host=False):
+def step(model, head, batch, device, max_rows=None, kind="soft", on_host=False, dtype=torch.float32, attention=None):
     """Loss, counts and gradients by name, on the CPU."""
     model.zero_grad(set_to_none=True)
-    model.place(device, torch.float32, embeddings_on_host=on_host)
+    model.place(device, dtype, embeddings_on_host=on_host)
+    attention = attention or attention_for(model)
     plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, STEPS)
-    teacher = Teacher(head.to(device), model.target_ids, PLAIN_LOGITS, outside_on_host=on_host)
+    teacher = Teacher(head.to(device, dtype), model.target_ids, PLAIN_LOGITS, outside_on_host=on_host)
     options = UnrollOptions(tuple(0.8**i for i in range(STEPS)), loss=kind, chunk_bytes=40_000)
-    attention = eager_prefix_attention if device == "cpu" else flex_prefix_attention
     moved = type(batch)(**vars(batch))
     for name in ("input_ids", "position_ids", "aux", "final"):
         setattr(moved, name, getattr(batch, name).to(device))
     if max_rows is None:
-        plan = plan.to(device)
-        result = training_time_test(model, moved, plan, teacher, options, attend=attention(plan))
+        result = training_time_test(model, moved, plan.to(device), teacher, options, attend=attention(plan))
     else:
-        parts = [part.to(device) for part in plan.split(max_rows)]
-        result = unroll_in_groups(model, moved, parts, teacher, options, plan.num_supervised, None, attention)
+        parts = plan.split(max_rows)
+        work = [part.to(device) for part in parts], teacher, options, plan.num_supervised, None
+        result = unroll_in_groups(model, moved, *work, [attention(part) for part in parts])
     result.loss.backward()
     gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
-    return float(result.loss.detach()), result.counts.as_tensor(), gradients
+    return float(result.loss.detach()), result.counts.as_tensor().cpu(), gradients
 
 
 @pytest.mark.parametrize("max_rows", [None, 100])
@@ -58,6 +59,20 @@ def test_gpu_step_equals_cpu_step(changes, max_rows, kind):
         for name, expected in gradients.items():
             error = (on_gpu[2][name] - expected).norm() / expected.norm()
             assert float(error) < 2e-2, f"{name}: {float(error):.4f}"
+
+
+@pytest.mark.parametrize("max_rows", [None, 100])
+def test_flash_step_equals_flex_step(max_rows):
+    model, head = small_model(head_dim=64)
+    for seed, lengths in enumerate(([130, 260, 7], [300, 41])):
+        common = random_batch(lengths, seed=seed), "cuda", max_rows, "soft", False, torch.bfloat16
+        flex = step(model, head, *common, attention=lambda plan: flex_attention_of(plan.to("cuda")))
+        assert has_flash(torch.device("cuda"), torch.bfloat16, 64)
+        flash = step(model, head, *common)
+        assert flash[0] == pytest.approx(flex[0], rel=1e-2)
+        for name, expected in flex[2].items():
+            error = (flash[2][name] - expected).float().norm() / expected.float().norm()
+            assert float(error) < 3e-2, f"{name}: {float(error):.4f}"
 
 
 def test_compiled_optimiser_equals_the_plain_one():

@@ -2,10 +2,11 @@
 
 - Elementwise chains are compiled on CUDA (`fused`): one kernel instead of several passes over memory. EAGLE3_COMPILE=0
   in the environment leaves them as they are.
-- `gated_mlp` and `linear` add a weight's gradient to `weight.grad` in place (one product with beta = 1), because a
-  weight is used once per step of the unroll: autograd would write a full-size gradient for each use and then add it.
+- `normed_gated_mlp` and `linear` add a weight's gradient to `weight.grad` in place (one product with beta = 1), because
+  a weight is used once per step of the unroll: autograd would write a full-size gradient for each use and then add it.
   So `torch.autograd.grad` sees no gradient of these weights; `backward` does.
-- `gated_mlp` keeps gate and up for the backward pass, not their product.
+- `normed_linears` and `normed_gated_mlp` keep the input of the norm before them, not its output, which costs little
+  to make again; the MLP keeps gate and up, not their product.
 
 N rows · H hidden · I width of the MLP.
 """
@@ -47,9 +48,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _Linear.apply(x, weight)
 
 
-def gated_mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """down(silu(gate(x)) · up(x)): x [N, H], gate and up [I, H], down [H, I] -> [N, H]."""
-    return _GatedMLP.apply(x, gate, up, down)
+def normed_linears(x: torch.Tensor, norm: torch.Tensor, eps: float, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """RMS norm (weight [H]) and then several linear maps: x [N, H], weights [out, H] each -> [N, out] each."""
+    return _NormedLinears.apply(x, norm, eps, *weights)
+
+
+def normed_gated_mlp(
+    x: torch.Tensor, norm: torch.Tensor, eps: float, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """down(silu(gate(n)) · up(n)), n the RMS norm (weight [H]) of x: x [N, H], gate and up [I, H], down [H, I]
+    -> [N, H]."""
+    return _NormedGatedMLP.apply(x, norm, eps, gate, up, down)
 
 
 def add_weight_gradient(weight: torch.Tensor, upstream: torch.Tensor, x: torch.Tensor) -> None:
@@ -75,23 +84,52 @@ class _Linear(torch.autograd.Function):
         return upstream @ ctx.weight, None
 
 
-class _GatedMLP(torch.autograd.Function):
+class _NormedLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, up, down):
-        gate_NI, up_NI = x @ gate.T, x @ up.T
-        ctx.save_for_backward(x, gate_NI, up_NI)
-        ctx.weights = gate, up, down
+    def forward(ctx, x, norm, eps, *weights):
+        ctx.save_for_backward(x, norm, *weights)
+        ctx.eps = eps
+        normed = F.rms_norm(x, x.shape[-1:], norm, eps)
+        return tuple(normed @ weight.T for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *upstreams):
+        x, norm, *weights = ctx.saved_tensors
+        normed, by_inputs = _normed_again(x, norm, ctx.eps)
+        by_normed = upstreams[0] @ weights[0]
+        for upstream, weight in zip(upstreams[1:], weights[1:], strict=True):
+            by_normed.addmm_(upstream, weight)
+        return *by_inputs(by_normed), None, *(upstream.T @ normed for upstream in upstreams)
+
+
+class _NormedGatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm, eps, gate, up, down):
+        normed = F.rms_norm(x, x.shape[-1:], norm, eps)
+        gate_NI, up_NI = normed @ gate.T, normed @ up.T
+        ctx.save_for_backward(x, norm, gate_NI, up_NI)
+        ctx.weights, ctx.eps = (gate, up, down), eps
         return swiglu(gate_NI, up_NI) @ down.T
 
     @staticmethod
     def backward(ctx, upstream):
-        x, gate_NI, up_NI = ctx.saved_tensors
+        x, norm, gate_NI, up_NI = ctx.saved_tensors
         gate, up, down = ctx.weights
         product, gate_gradient, up_gradient = swiglu_backward(upstream @ down, gate_NI, up_NI)
         add_weight_gradient(down, upstream, product)
-        add_weight_gradient(gate, gate_gradient, x)
-        add_weight_gradient(up, up_gradient, x)
-        return torch.addmm(gate_gradient @ gate, up_gradient, up), None, None, None
+        normed, by_inputs = _normed_again(x, norm, ctx.eps)
+        add_weight_gradient(gate, gate_gradient, normed)
+        add_weight_gradient(up, up_gradient, normed)
+        by_normed = (gate_gradient @ gate).addmm_(up_gradient, up)
+        return *by_inputs(by_normed), None, None, None, None
+
+
+def _normed_again(x: torch.Tensor, norm: torch.Tensor, eps: float):
+    """The RMS norm of x once more, and what turns a gradient by it into those by x and by the norm's weight."""
+    with torch.enable_grad():
+        leaves = x.detach().requires_grad_(), norm.detach().requires_grad_()
+        normed = F.rms_norm(leaves[0], x.shape[-1:], leaves[1], eps)
+    return normed.detach(), lambda by_normed: torch.autograd.grad(normed, leaves, by_normed)
 
 
 @fused

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle3_utils.draft.modules.fused import gated_mlp, linear
+from eagle3_utils.draft.modules.fused import linear, normed_gated_mlp
 from eagle3_utils.draft.modules.rope import rotate
 
 
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(n)) * up(n)) of the normed input n."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -40,8 +40,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x [N, H], not normed yet -> [N, H]."""
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return normed_gated_mlp(x, norm.weight, norm.eps, *weights)
 
 
 class LlamaAttention(nn.Module):
@@ -146,7 +148,7 @@ class DraftLayer(nn.Module):
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] (the residual), attended [N, A, F] -> the layer's output [N, H], before the final norm."""
         hidden = hidden + self.self_attn.output(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(hidden, self.post_attention_layernorm)
 
 
 def _halves(pairs: torch.Tensor) -> torch.Tensor:

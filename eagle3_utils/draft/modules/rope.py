@@ -38,8 +38,9 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids [N] -> cos, sin, float32 [N, 1, rotary_dim // 2]."""
-        frequencies = self.inverse_frequencies.to(position_ids.device)
-        angles = position_ids[:, None, None].float() * frequencies
+        if self.inverse_frequencies.device != position_ids.device:  # kept there: to copy them is to wait for the GPU
+            self.inverse_frequencies = self.inverse_frequencies.to(position_ids.device)
+        angles = position_ids[:, None, None].float() * self.inverse_frequencies
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 

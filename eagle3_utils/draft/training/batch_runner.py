@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,26 @@ from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.training.distributed import Ranks, gather_again
 from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult, training_time_test
-from eagle3_utils.draft.unrolling.attention import eager_prefix_attention, flex_prefix_attention
+from eagle3_utils.draft.unrolling.attention import Attention
+from eagle3_utils.draft.unrolling.flash import attention_for
 from eagle3_utils.draft.unrolling.groups import unroll_in_groups
 from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
-_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
+_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 128 << 20}
+
+
+@dataclass
+class PlannedBatch:
+    """A batch ready for the step. num_supervised float64 [S]: its supervised positions. parts: its plan, at most
+    `max_rows_at_once` rows in each, on the device, and the attention of each. teacher_rows: of each sample."""
+
+    packed: PackedBatch
+    num_supervised: torch.Tensor
+    parts: list[UnrollPlan]
+    attentions: list[Attention]
+    teacher_rows: list[int]
 
 
 class BatchRunner:
@@ -35,41 +48,37 @@ class BatchRunner:
         self.loss = config.loss
         hits = (model.target_ids == most_frequent).nonzero()
         self.baseline_id = int(hits[0]) if len(hits) else -1
-        self._coverage: dict[str, torch.Tensor] = {}
+        self._coverage: dict[str, torch.Tensor] = {}  # on the device: to fetch them would wait for it
+        self._attention = attention_for(model)
 
-    def prepare(self, batch: PackedBatch) -> PackedBatch:
-        """What a loader's thread can do ahead on a CUDA run: look up embeddings kept on the host, pin the memory."""
-        if self.device.type != "cuda":
-            return batch
-        if self.model.embed_tokens.device.type == "cpu":
-            batch = replace(batch, embeds=F.embedding(batch.input_ids, self.model.embed_tokens))
-        return batch.pin_memory()
+    def prepare(self, batch: PackedBatch) -> PlannedBatch:
+        """All that can be done ahead, in a loader's thread: plan the unroll; on a CUDA run look up embeddings kept on
+        the host and pin the memory."""
+        plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, self.num_steps)
+        parts = plan.split(self.max_rows)
+        on_device, attentions = [part.to(self.device) for part in parts], [self._attention(part) for part in parts]
+        rows_of = _teacher_rows(batch)
+        if self.device.type == "cuda":
+            if self.model.embed_tokens.device.type == "cpu":
+                batch = replace(batch, embeds=F.embedding(batch.input_ids, self.model.embed_tokens))
+            batch = batch.pin_memory()
+        return PlannedBatch(batch, plan.num_supervised, on_device, attentions, rows_of)
 
     def forget_coverage(self) -> None:
         """Treat every sample as not visited yet."""
         self._coverage.clear()
 
-    def plan(self, batch: PackedBatch) -> UnrollPlan:
-        """The plan of a batch, on the CPU."""
-        return plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, self.num_steps)
-
     def __call__(
-        self,
-        batch: PackedBatch,
-        plan: UnrollPlan,
-        num_supervised: torch.Tensor | None = None,
-        want_overlap: bool = False,
+        self, batch: PlannedBatch, num_supervised: torch.Tensor | None = None, want_overlap: bool = False
     ) -> UnrollResult:
         """Loss and counts of one batch; num_supervised float64 [S]: positions of the whole optimiser step.
 
         After it comes `result.loss.backward()`, of the loss itself (see groups.py).
         """
-        rows_of = self._teacher_rows(batch)
-        known = [self._coverage.get(sample) for sample in batch.sample_ids]
-        covered = None if any(part is None for part in known) else torch.cat(known).to(self.device)
-        on_cuda = self.device.type == "cuda"
-        parts = [part.to(self.device) for part in plan.split(self.max_rows)]
-        moved = batch.to(self.device, non_blocking=on_cuda)
+        sample_ids, parts, attentions = batch.packed.sample_ids, batch.parts, batch.attentions
+        known = [self._coverage.get(sample) for sample in sample_ids]
+        covered = None if any(part is None for part in known) else torch.cat(known)
+        moved = batch.packed.to(self.device, non_blocking=self.device.type == "cuda")
         options = UnrollOptions(
             step_weights=self.weights,
             loss=self.loss,
@@ -77,29 +86,28 @@ class BatchRunner:
             baseline_id=self.baseline_id,
             chunk_bytes=_CHUNK_BYTES[self.device.type],
         )
-        attention = flex_prefix_attention if on_cuda else eager_prefix_attention
         if len(parts) == 1:
-            work = training_time_test, moved, parts[0], self.teacher, options, num_supervised, covered
-            _, result = self.model(*work, attention(parts[0]))
+            work = moved, parts[0], self.teacher, options, num_supervised, covered, attentions[0]
+            _, result = self.model(training_time_test, *work)
         else:
-            divisor = plan.num_supervised if num_supervised is None else num_supervised
-            _, result = self.model(unroll_in_groups, moved, parts, self.teacher, options, divisor, covered, attention)
+            divisor = batch.num_supervised if num_supervised is None else num_supervised
+            work = moved, parts, self.teacher, options, divisor, covered, attentions
+            _, result = self.model(unroll_in_groups, *work)
         if covered is None:
-            by_sample = result.covered.cpu().split(rows_of)
-            self._coverage |= dict(zip(batch.sample_ids, by_sample, strict=True))
+            self._coverage |= dict(zip(sample_ids, result.covered.split(batch.teacher_rows), strict=True))
         return result
 
     @torch.no_grad()
     def validate(self, dataset: PackedDataset, ranks: Ranks, want_overlap: bool = False) -> StepCounts:
-        """Counts over a whole store, all ranks together."""
-        counts = StepCounts.zeros(self.num_steps)
+        """Counts over a whole store, all ranks together; the dataset's `prepare` is this runner's."""
+        counts = StepCounts.zeros(self.num_steps, self.device)
         for batch in dataset.epoch(0):
-            counts = counts + self(batch, self.plan(batch), want_overlap=want_overlap).counts
+            counts = counts + self(batch, want_overlap=want_overlap).counts
         gather_again(self.model)
-        return StepCounts.from_tensor(ranks.sum(counts.as_tensor()))
+        return StepCounts.from_tensor(ranks.sum(counts.as_tensor()).cpu())
 
-    @staticmethod
-    def _teacher_rows(batch: PackedBatch) -> list[int]:
-        """Teacher rows of each sample; they stand in `final` sample after sample."""
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), (batch.final_index >= 0).cumsum(0)])
-        return before[batch.cu_seqlens.long()].diff().tolist()
+
+def _teacher_rows(batch: PackedBatch) -> list[int]:
+    """Teacher rows of each sample; they stand in `final` sample after sample."""
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), (batch.final_index >= 0).cumsum(0)])
+    return before[batch.cu_seqlens.long()].diff().tolist()

@@ -27,6 +27,7 @@ from eagle3_utils.target import Target, added_token_ids, load_embed_tokens, load
 
 logger = logging.getLogger(__name__)
 _MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_RMS_SAMPLES = 8
 
 
 def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
@@ -91,9 +92,19 @@ def corpus_vocab(counts: np.ndarray, target: Target, size: int, all_counts: np.n
     return build_draft_vocab(counts, min(size, target.vocab_size), stops + added, all_counts)
 
 
-def new_draft(config: TrainConfig, target: Target, aux_layers: Iterable[int], vocab: VocabMap) -> DraftModel:
+def typical_rms(reader: StoreReader) -> float:
+    """Root mean square of a typical token's state of the highest captured layer: the median over a few samples, since
+    a handful of tokens are a hundred times as large."""
+    samples = (reader.read(index).aux[:, -1].float() for index in range(min(_RMS_SAMPLES, len(reader))))
+    return float(torch.cat([states.square().mean(-1).sqrt() for states in samples]).median())
+
+
+def new_draft(
+    config: TrainConfig, target: Target, aux_layers: Iterable[int], vocab: VocabMap, state_rms: float = 1.0
+) -> DraftModel:
     """A draft ready to train, float32 on the CPU: warm-started from `init_from`, else as the module says.
 
+    state_rms: `typical_rms` of its states; see initial.py.
     Raises `UserError` when `init_from` was made for other layers or another shape.
     """
     wanted = draft_config_for(config, target, aux_layers)
@@ -103,7 +114,7 @@ def new_draft(config: TrainConfig, target: Target, aux_layers: Iterable[int], vo
         return model
     torch.manual_seed(config.seed)
     model = DraftModel(wanted, vocab, load_embed_tokens(target))
-    taken = initialise(model, target, config.init)
+    taken = initialise(model, target, config.init, state_rms)
     logger.info("draft of %d layers' states, %d tensors of the target's last layer", len(wanted.aux_layers), len(taken))
     model.lm_head.requires_grad_(not config.freeze_lm_head)
     return model

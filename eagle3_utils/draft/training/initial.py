@@ -3,8 +3,10 @@
 `lm_head` and `norm` are the target's own rows and final norm, so the draft reads its hidden state as the target does.
 With `init: target_layer`, `fc` passes the highest captured layer through and the draft's layer is the target's last
 one: training then begins at an early exit of the target instead of at noise, and needs a fraction of the tokens
-(figures in LOG.md). What has no counterpart stays random: the embedding half of the attention's input, the experts
-of a mixture, weights of another shape or stored quantised.
+(figures in LOG.md). EAGLE-3.1 feeds the layer normed states, many times smaller than those it worked on in the target;
+so what it adds to them, `o_proj` and `down_proj`, is made smaller by the same factor, which the final norm undoes.
+What has no counterpart stays random: the embedding half of the attention's input, the experts of a mixture, weights
+of another shape or stored quantised. A wider MLP begins as the target's.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @torch.no_grad()
-def initialise(model: DraftModel, target: Target, init: str) -> list[str]:
+def initialise(model: DraftModel, target: Target, init: str, state_rms: float = 1.0) -> list[str]:
     """Fill every weight of a new draft in place; returns the names taken from the target's last layer.
 
-    init: "target_layer" as the module says, "random" for random weights but for `lm_head` and `norm`.
+    init: "target_layer" as the module says, "random" for random weights but for `lm_head` and `norm`. state_rms: root
+    mean square of the highest captured layer's states, needed for EAGLE-3.1.
     """
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -36,7 +39,20 @@ def initialise(model: DraftModel, target: Target, init: str) -> list[str]:
     size = model.config.hidden_size
     model.fc.weight.mul_(_FC_NOISE)
     model.fc.weight[:, -size:] += torch.eye(size)
-    return _copy_layer(model.midlayer, load_decoder_layer(target, target.num_layers - 1), size)
+    copied = _copy_layer(model.midlayer, load_decoder_layer(target, target.num_layers - 1), size)
+    _fit_normed_states(model, state_rms)
+    return copied
+
+
+def _fit_normed_states(model: DraftModel, state_rms: float) -> None:
+    """Make `fc` give states as large as those of later steps, and what the layer adds smaller in proportion."""
+    config = model.config
+    if not (config.fc_norm or config.norm_output):
+        return
+    wanted_rms = float(model.norm.weight.square().mean().sqrt()) if config.norm_output else 1.0
+    model.fc.weight.mul_(wanted_rms if config.fc_norm else wanted_rms / state_rms)
+    for part in (model.midlayer.self_attn.o_proj, model.midlayer.mlp.down_proj):
+        part.weight.mul_(wanted_rms / state_rms)
 
 
 def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int) -> list[str]:
@@ -54,10 +70,19 @@ def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int) 
             parameter.copy_(source)
         elif parameter.dim() == 2 and parameter.shape == (source.shape[0], 2 * size) and source.shape[1] == size:
             parameter[:, size:] = source  # the draft's attention reads [embedding, hidden state]
+        elif name.startswith("mlp.") and parameter.numel() > source.numel():
+            _widen(parameter, source)
         else:
             continue
         copied.append(name)
     return copied
+
+
+def _widen(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    """A narrower MLP's weight within a wider one's: the further units' input stays random, their output is zero."""
+    if parameter.shape[1] > source.shape[1]:  # down_proj
+        parameter.zero_()
+    parameter[: source.shape[0], : source.shape[1]] = source
 
 
 def _comparable(layer: dict[str, torch.Tensor]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from eagle3_utils.draft.modules.fused import fused
+from eagle3_utils.draft.unrolling.plan import to_device
 
 _EPSILON = 1e-8
 
@@ -68,7 +69,7 @@ class MasterAdamW:
             if parameter.grad is None or not mean.numel():
                 continue
             if mean.device not in scalars:
-                scalars[mean.device] = torch.tensor(numbers, device=mean.device).unbind()
+                scalars[mean.device] = to_device(torch.tensor(numbers), mean.device).unbind()
             width = math.gcd(mean.numel(), 1024)  # so that one compiled kernel serves all sizes
             gradient = _local(parameter.grad).reshape(-1, width)
             tensors = (tensor.view(-1, width) for tensor in (_local(parameter), lower, mean, square))

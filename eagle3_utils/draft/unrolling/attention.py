@@ -20,6 +20,8 @@ from eagle3_utils.draft.unrolling.plan import UnrollPlan
 
 # (query [n, A, E], keys [T, K, E], values [T, K, F], scale) -> attended [n, A, F], log-sum-exp [n, A] (natural)
 PrefixAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# (query, keys, values, own keys by step [n, K, E], own values by step [n, K, F], scale) -> attended [n, A, F]
+Attention = Callable[..., torch.Tensor]
 
 _QUERY_BLOCK = 512  # eager: scores of at most this many queries at a time
 _FLEX_BLOCK = 128
@@ -30,6 +32,29 @@ _KERNEL_OPTIONS = {"BACKEND": "TRITON"}
 @cache
 def _compiled_flex():
     return torch.compile(flex_attention, dynamic=True)
+
+
+def eager_attention(plan: UnrollPlan) -> Attention:
+    """Whole attention by plain matrix products."""
+    return with_own_keys(eager_prefix_attention(plan))
+
+
+def flex_attention_of(plan: UnrollPlan) -> Attention:
+    """Whole attention by flex_attention, compiled; the plan on the device."""
+    return with_own_keys(flex_prefix_attention(plan))
+
+
+def with_own_keys(attend_prefix: PrefixAttention) -> Attention:
+    """Attention to step-0 keys made one to own keys as well."""
+
+    def attend(query, keys, values, own_keys, own_values, scale):
+        attended, lse = attend_prefix(query, keys, values, scale)
+        if not own_keys:
+            return attended
+        own = torch.stack(own_keys, 1), torch.stack(own_values, 1)
+        return merge_own_keys(attended, lse, query, *own, scale)[0]
+
+    return attend
 
 
 def eager_prefix_attention(plan: UnrollPlan) -> PrefixAttention:
@@ -135,7 +160,8 @@ def interval_block_mask(document_start: torch.Tensor, slots: torch.Tensor) -> Bl
 def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     """Add each row's own later keys to its prefix attention, as one softmax over both.
 
-    attended [n, A, F], lse [n, A], query [n, A, E], own_keys [n, i, K, E], own_values [n, i, K, F] -> [n, A, F].
+    attended [n, A, F], lse [n, A], query [n, A, E], own_keys [n, i, K, E], own_values [n, i, K, F] -> attended to both
+    [n, A, F], log-sum-exp of both [n, A].
     """
     num_kv = own_keys.shape[2]
     grouped = query.unflatten(1, (num_kv, -1)).float()  # [n, K, G, E]
@@ -143,4 +169,4 @@ def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     total = torch.logaddexp(lse, scores.logsumexp(1))
     weights = (scores - total[:, None]).exp().unflatten(2, (num_kv, -1))[..., None]  # [n, i, K, G, 1]
     own = (weights * own_values[:, :, :, None]).sum(1).flatten(1, 2)  # [n, A, F]
-    return attended * (lse - total).exp()[..., None].to(attended.dtype) + own.to(attended.dtype)
+    return attended * (lse - total).exp()[..., None].to(attended.dtype) + own.to(attended.dtype), total

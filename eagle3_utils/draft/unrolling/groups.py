@@ -7,15 +7,13 @@ gradients that all groups left there go the rest of the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
 
-from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unroll import PrefixStates, UnrollOptions, UnrollResult, prefix_states, training_time_test
-from eagle3_utils.draft.unrolling.attention import PrefixAttention
+from eagle3_utils.draft.unrolling.attention import Attention
 from eagle3_utils.draft.unrolling.plan import UnrollPlan
 from eagle3_utils.draft.unrolling.teacher import Teacher
 
@@ -28,9 +26,11 @@ def unroll_in_groups(
     options: UnrollOptions,
     num_supervised: torch.Tensor,
     covered: torch.Tensor | None,
-    make_attention: Callable[[UnrollPlan], PrefixAttention],
+    attentions: list[Attention],
 ) -> UnrollResult:
-    """As `training_time_test`, for the parts of one plan. num_supervised float64 [S]: positions to divide by.
+    """As `training_time_test`, for the parts of one plan, each with its attention.
+
+    num_supervised float64 [S]: positions to divide by.
 
     With gradients enabled the parts' share of them is in `.grad` when this returns; `loss.backward()` (of the loss
     itself, not of a multiple) adds the rest.
@@ -41,8 +41,7 @@ def unroll_in_groups(
     prefix = prefix_states(model, batch)
     leaves = PrefixStates(*(t.detach().requires_grad_(t.requires_grad) for t in _tensors(prefix)))
     results, total = [], 0.0
-    for part in parts:
-        attend = make_attention(part)
+    for part, attend in zip(parts, attentions, strict=True):
         result = training_time_test(model, batch, part, teacher, options, num_supervised, covered, attend, leaves)
         if result.loss.requires_grad:
             result.loss.backward()
@@ -52,7 +51,7 @@ def unroll_in_groups(
         gradients = [leaf.grad for leaf in _tensors(leaves)]
         total = _Rest.apply(total, gradients, *_tensors(prefix))
     joined = (torch.cat([getattr(result, name) for result in results]) for name in ("slots", "supervised", "correct"))
-    counts = sum((result.counts for result in results), StepCounts.zeros(len(options.step_weights)))
+    counts = sum((result.counts for result in results[1:]), results[0].counts)
     return UnrollResult(total, counts, *joined, covered)
 
 

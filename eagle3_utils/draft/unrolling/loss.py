@@ -104,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradient, head_gradient = ctx.gradients
         ctx.gradients = None  # so that the head's gradient becomes `.grad` without a copy
         head_gradient = None if head_gradient is None else head_gradient.mul_(upstream)
-        return hidden_gradient[:-1] * upstream, head_gradient, None, None
+        return hidden_gradient[:-1].mul_(upstream), head_gradient, None, None
 
 
 def _chunk(logits, teacher, has_pair, rows: slice, job: LossJob, details: LossDetails, wants_gradient: bool):

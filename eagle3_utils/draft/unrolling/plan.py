@@ -44,8 +44,10 @@ class UnrollPlan:
 
     def to(self, device: torch.device | str) -> UnrollPlan:
         """The same plan with rows and pairs on a device."""
-        moved = (self.rows.to(device), self.num_rows, self.document_start.to(device), self.pair_index.to(device))
-        return UnrollPlan(*moved, self.num_supervised, self.teacher_rows)
+        rows, document_start, pair_index = (
+            to_device(tensor, device) for tensor in (self.rows, self.document_start, self.pair_index)
+        )
+        return UnrollPlan(rows, self.num_rows, document_start, pair_index, self.num_supervised, self.teacher_rows)
 
     def split(self, max_rows: int) -> list[UnrollPlan]:
         """Plans of at most `max_rows` rows that together do the work of this one; on the CPU.
@@ -122,3 +124,10 @@ def plan_unroll(
     tensors = (torch.from_numpy(array) for array in (rows, start, pair_index, num_supervised))
     rows, start, pair_index, num_supervised = tensors
     return UnrollPlan(rows, num_rows, start, pair_index, num_supervised.double())
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy a tensor of the CPU; to a GPU without waiting for what is queued there."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,201 @@
+"""A row's attention over step-0 keys and its own later keys, by the FlashAttention kernels that come with PyTorch.
+
+The kernel's backward pass wants nothing of its forward pass but the output and the log-sum-exp. So the forward pass
+here attends to the step-0 keys, merges the own keys in, and keeps the *merged* output and log-sum-exp; given those,
+the kernel's backward pass returns the step-0 keys' part of the exact gradient of one softmax over both, and a few dot
+products per row return the rest.
+
+The kernel knows causal sequences, not rows picked here and there. So each document's rows are laid into a span from
+its first to its last row, which ends where its keys end. Places without a row have a zero query and a log-sum-exp of
++inf in the backward pass: no weight and no gradient. Of a plan's parts, each attends only to keys up to its last row.
+
+T slots · N rows of the plan · n of them at a step · P places in spans · A query heads · K key-value heads · E width.
+Source: FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eagle3_utils.draft.modules.fused import fused
+from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.unrolling.attention import Attention, eager_attention, flex_attention_of, merge_own_keys
+from eagle3_utils.draft.unrolling.plan import UnrollPlan, to_device
+
+_SHORT_TAIL = 64  # a span is drawn out to its document's end over this many slots, so that keys need no gathering
+_MOST_WIDTH = 256
+
+
+@dataclass
+class SpanLayout:
+    """places int64 [N]: where in the spans each row lies. query_bounds, key_bounds int32 [documents + 1].
+
+    keys: the slots whose keys the documents see, laid end to end; a slice where they are neighbours.
+    """
+
+    places: torch.Tensor
+    query_bounds: torch.Tensor
+    key_bounds: torch.Tensor
+    longest_query: int
+    longest_key: int
+    num_places: int
+    keys: slice | torch.Tensor
+
+    def to(self, device: torch.device | str) -> SpanLayout:
+        """The same layout on a device."""
+        moved = (to_device(tensor, device) for tensor in (self.places, self.query_bounds, self.key_bounds))
+        keys = self.keys if isinstance(self.keys, slice) else to_device(self.keys, device)
+        return SpanLayout(*moved, self.longest_query, self.longest_key, self.num_places, keys)
+
+
+def span_layout(plan: UnrollPlan) -> SpanLayout:
+    """The layout of a plan's rows; the plan on the CPU, with at least one row."""
+    slots, start = plan.rows.numpy(), plan.document_start.numpy()
+    in_order = np.sort(slots)
+    documents, firsts, counts = np.unique(start[in_order], return_index=True, return_counts=True)  # by first slot
+    lowest, end = in_order[firsts], in_order[firsts + counts - 1] + 1
+    document_end = np.searchsorted(start, documents, side="right")
+    end = np.where(document_end - end <= _SHORT_TAIL, document_end, end)
+    spans, num_keys = end - lowest, end - documents
+    query_bounds, key_bounds = (np.concatenate([[0], lengths.cumsum()]) for lengths in (spans, num_keys))
+    document = np.searchsorted(documents, start[slots])
+    places = slots - lowest[document] + query_bounds[document]
+    if np.array_equal(documents[1:], end[:-1]):
+        keys = slice(int(documents[0]), int(end[-1]))
+    else:
+        keys = torch.from_numpy(np.concatenate([np.arange(*ends) for ends in zip(documents, end, strict=True)]))
+    bounds = (torch.from_numpy(each.astype(np.int32)) for each in (query_bounds, key_bounds))
+    return SpanLayout(
+        torch.from_numpy(places), *bounds, int(spans.max()), int(num_keys.max()), int(query_bounds[-1]), keys
+    )
+
+
+def attention_for(model: DraftModel) -> Callable[[UnrollPlan], Attention]:
+    """What makes the attention of a plan (on the CPU) for a model where it is: on CUDA the flash kernels, or flex
+    attention for what those do not take (float32, keys wider than values); elsewhere plain products."""
+    config, device, dtype = model.config, model.fc.weight.device, model.fc.weight.dtype
+    if device.type != "cuda":
+        return eager_attention
+    if config.layer_kind == "llama" and has_flash(device, dtype, config.head_dim):
+        return lambda plan: flash_attention(plan, device)
+    return lambda plan: flex_attention_of(plan.to(device))
+
+
+def has_flash(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernels take heads of such a width there, keys and values alike."""
+    return (
+        device.type == "cuda"
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and width <= _MOST_WIDTH
+        and width % 8 == 0
+    )
+
+
+def flash_attention(plan: UnrollPlan, device: torch.device | str) -> Attention:
+    """Attention for the rows of a plan (on the CPU) on a device that `has_flash`."""
+    if len(plan.rows) == 0:
+        return lambda query, *rest: query
+    layout = span_layout(plan).to(device)
+
+    def attend(query, keys, values, own_keys, own_values, scale):
+        return _MergedAttention.apply(query, keys, values, layout, scale, *own_keys, *own_values)
+
+    return attend
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, keys, values, layout, scale, *own):
+        places = layout.places[: len(query)]
+        seen = keys[layout.keys], values[layout.keys]
+        attended, lse = kernel_forward(_laid_out(query, places, layout), *seen, layout, scale)
+        attended, lse = attended.index_select(0, places), lse.index_select(0, places)
+        if own:
+            attended, lse = merge_own_keys(attended, lse, query, *_stacked(own), scale)
+        ctx.layout, ctx.scale = layout, scale
+        ctx.save_for_backward(query, keys, values, attended, lse, *own)
+        return attended
+
+    @staticmethod
+    def backward(ctx, upstream):
+        query, keys, values, attended, lse, *own = ctx.saved_tensors
+        layout, scale = ctx.layout, ctx.scale
+        places, upstream = layout.places[: len(query)], upstream.contiguous()
+        laid_out = (_laid_out(tensor, places, layout) for tensor in (upstream, query, attended))
+        weightless = lse.new_full((layout.num_places, lse.shape[1]), float("inf")).index_copy_(0, places, lse)
+        by_place, *by_seen = kernel_backward(
+            *laid_out, keys[layout.keys], values[layout.keys], weightless, layout, scale
+        )
+        by_query = by_place.index_select(0, places)
+        by_keys, by_values = (
+            _by_slot(part, whole, layout) for part, whole in zip(by_seen, (keys, values), strict=True)
+        )
+        if not own:
+            return by_query, by_keys, by_values, None, None
+        more, by_own_keys, by_own_values = own_keys_gradient(upstream, attended, lse, query, *_stacked(own), scale)
+        by_own = (*by_own_keys.unbind(1), *by_own_values.unbind(1))
+        return by_query.add_(more), by_keys, by_values, None, None, *by_own
+
+
+def kernel_forward(query, keys, values, layout: SpanLayout, scale: float):
+    """query [P, A, E], keys and values [slots, K, E] -> attended [P, A, E], log-sum-exp float32 [P, A]."""
+    attended, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_key,
+        0.0, True, False, scale=scale,
+    )  # fmt: skip
+    return attended, lse.T
+
+
+def kernel_backward(upstream, query, attended, keys, values, lse, layout: SpanLayout, scale: float):
+    """Gradients by query, keys and values, given what they attended to and its log-sum-exp [P, A]."""
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is 0
+    return torch.ops.aten._flash_attention_backward(
+        upstream, query, keys, values, attended, lse.T.contiguous(), layout.query_bounds, layout.key_bounds,
+        layout.longest_query, layout.longest_key, 0.0, True, random_state, random_state[:0], scale=scale,
+    )  # fmt: skip
+
+
+@fused
+def own_keys_gradient(upstream, attended, lse, query, own_keys, own_values, scale):
+    """Gradients of `merge_own_keys`'s softmax by query [n, A, E], own_keys [n, i, K, E] and own_values [n, i, K, F].
+
+    upstream, attended [n, A, F]: the gradient by the merged output, and that output. lse [n, A]: its log-sum-exp.
+    """
+    num_kv, dtypes = own_keys.shape[2], (query.dtype, own_keys.dtype, own_values.dtype)
+    query, upstream, attended = (part.unflatten(1, (num_kv, -1)).float() for part in (query, upstream, attended))
+    own_keys, own_values = own_keys[:, :, :, None].float(), own_values[:, :, :, None].float()  # [n, i, K, 1, width]
+    scores = (query[:, None] * own_keys).sum(-1) * scale  # [n, i, K, G]
+    weights = (scores - lse.unflatten(1, (num_kv, -1))[:, None]).exp()
+    mean = (upstream * attended).sum(-1)  # [n, K, G]
+    by_scores = weights * ((upstream[:, None] * own_values).sum(-1) - mean[:, None]) * scale
+    by_query = (by_scores[..., None] * own_keys).sum(1).flatten(1, 2)
+    by_keys = (by_scores[..., None] * query[:, None]).sum(3)
+    by_values = (weights[..., None] * upstream[:, None]).sum(3)
+    gradients = (by_query, by_keys, by_values)
+    return tuple(gradient.to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
+
+
+def _laid_out(rows: torch.Tensor, places: torch.Tensor, layout: SpanLayout) -> torch.Tensor:
+    """rows [n, A, E] at their places, zeros elsewhere: [P, A, E]."""
+    return rows.new_zeros(layout.num_places, *rows.shape[1:]).index_copy_(0, places, rows)
+
+
+def _by_slot(gradient: torch.Tensor, whole: torch.Tensor, layout: SpanLayout) -> torch.Tensor:
+    """The gradient by some keys or values as one by all of them, [T, K, width]."""
+    if isinstance(layout.keys, slice):
+        spread = torch.zeros_like(whole)
+        spread[layout.keys] = gradient
+        return spread
+    return torch.zeros_like(whole).index_copy_(0, layout.keys, gradient)
+
+
+def _stacked(own: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys of i steps, then values of i steps -> [n, i, K, width] of each."""
+    half = len(own) // 2
+    return torch.stack(own[:half], 1), torch.stack(own[half:], 1)

@@ -1,10 +1,13 @@
 """What the extraction client itself can take in: dumps that lie ready, checked, encoded, hashed and stored in shards.
 
-    .venv/bin/python benchmarks/extract_client.py [--gib 2] [--staging /dev/shm] [--folder /dev/shm/bench-client]
+    .venv/bin/python benchmarks/extract_client.py [--gib 2] [--builders 1] [--staging /dev/shm] [--folder FOLDER]
 
 A process of its own plays the server: a request makes a dump that lies ready appear under the request's name, so
 nothing but the client works. Beside it, in the same round, a plain copy of the same bytes to the same disk (8 MiB
 reads and writes, one file per 2 GiB, synced). The target is a GPU that makes 365,000 tokens/s of SmolLM2 (1.7 GB/s).
+
+Processor time is that of the client process and of the processes that build shards (`--builders`; 0: threads of the
+client): per request, and how many tokens/s a process with a core of its own would make.
 """
 
 import argparse
@@ -133,7 +136,12 @@ def run(arguments, records: list[Record], codec: tuple[str, str]) -> dict:
     staging, folder = arguments.staging / "bench-dumps", arguments.folder
     num_bytes = make_dumps(staging, records, arguments.hidden)
     meta = StoreMeta(arguments.hidden, LAYERS, codec=codec[0], final=codec[1])
-    config = ExtractConfig(staging_max_bytes=arguments.staging_bytes, max_tokens_in_flight=262_144, min_free_bytes=0)
+    config = ExtractConfig(
+        staging_max_bytes=arguments.staging_bytes,
+        max_tokens_in_flight=arguments.tokens_in_flight,
+        min_free_bytes=0,
+        shard_builders=arguments.builders,
+    )
     here, there = multiprocessing.Pipe()
     lengths = {record.id: len(record.input_ids) for record in records}
     server = multiprocessing.Process(target=serve, args=(staging, lengths, arguments.hidden, there), daemon=True)
@@ -143,7 +151,9 @@ def run(arguments, records: list[Record], codec: tuple[str, str]) -> dict:
         copied = timed(lambda: copy_plainly(staging, folder / "copy"))
         shutil.rmtree(folder)
         address = SimpleNamespace(url=f"http://127.0.0.1:{here.recv()}", dump_dir=staging, handshake=None)
-        stored = timed(lambda: extract([address], records, folder, meta, config))
+        reports = []
+        seconds, _ = timed(lambda: reports.append(extract([address], records, folder, meta, config)))
+        stored = seconds, reports[0].client_cpu_seconds, reports[0].builders_cpu_seconds
     finally:
         server.kill()
         server.join()
@@ -158,6 +168,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--mean-tokens", type=int, default=1554)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--builders", type=int, default=None, help="shard_builders; left out: by the number of cores")
+    parser.add_argument("--tokens-in-flight", type=int, default=262_144)
     parser.add_argument("--staging", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--staging-bytes", type=int, default=4 << 30)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/bench-client"), help="the disk of the store")
@@ -167,13 +179,16 @@ def main() -> None:
     for name, codec in CODECS.items():
         rounds = [run(arguments, records, codec) for _ in range(arguments.rounds)]
         best = min(rounds, key=lambda one: one["stored"][0])
-        seconds, used = best["stored"]
+        seconds = best["stored"][0]
+        client, builders = (statistics.median(one["stored"][which] for one in rounds) for which in (1, 2))
         ratio = statistics.median(one["copied"][0] / one["stored"][0] for one in rounds)
-        processor = statistics.median(one["stored"][1] / one["copied"][1] for one in rounds)
+        processor = statistics.median(sum(one["stored"][1:]) / one["copied"][1] for one in rounds)
         print(
             f"{name:18} {format_bytes(best['bytes'])} in {seconds:.2f} s: {best['tokens'] / seconds:,.0f} tokens/s, "
-            f"{best['bytes'] / seconds / 1e9:.2f} GB/s of dumps, {ratio:.2f} x a plain copy; "
-            f"{used / best['bytes'] * 1e9:.2f} core seconds per GB, {processor:.2f} x the copy's",
+            f"{best['bytes'] / seconds / 1e9:.2f} GB/s of dumps, {ratio:.2f} x a plain copy; processor time "
+            f"{processor:.2f} x the copy's\n{'':18} per request {client / len(records) * 1e3:.2f} ms in the client, "
+            f"{builders / len(records) * 1e3:.2f} ms in builders; a core makes "
+            + " and ".join(f"{best['tokens'] / used:,.0f} tokens/s" for used in (client, builders) if used),
             flush=True,
         )
 

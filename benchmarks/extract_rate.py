@@ -31,6 +31,7 @@ from eagle3_utils.serving.server import Server, capture_spec
 from eagle3_utils.states.extract import extract
 from eagle3_utils.states.extraction.connection import Connection, generate_body
 from eagle3_utils.states.extraction.pool import in_buckets
+from eagle3_utils.states.extraction.report import ExtractReport
 from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreMeta
 from eagle3_utils.target import load_target
@@ -79,31 +80,31 @@ class Bench:
     def __init__(self, arguments, target, bare: Server, capturing: Server, config):
         self.arguments, self.target, self.bare, self.capturing, self.config = arguments, target, bare, capturing, config
 
-    def run(self, way: str, records: list[Record]) -> tuple[float, float]:
-        """(tokens per second, processor seconds of this process per second) of one way."""
+    def run(self, way: str, records: list[Record]) -> tuple[float, float, float]:
+        """Tokens per second, busy cores of this process, and of the processes that build shards, of one way."""
         tokens = sum(len(record.input_ids) for record in records)
-        started, used = time.monotonic(), time.process_time()
+        started, used, built = time.monotonic(), time.process_time(), 0.0
         if way == "bare":
             mean = tokens / len(records)
             concurrent = min(192, max(1, int(self.arguments.tokens_in_flight / mean)), len(records))
             prefill(self.bare.url, records, concurrent)
         else:
-            self._extract(way, records)
-        seconds = time.monotonic() - started
+            built = self._extract(way, records).builders_cpu_seconds
+        seconds, used = time.monotonic() - started, time.process_time() - used
         if way != "bare":
             verify_store(self._folder(way)).require()
             shutil.rmtree(self._folder(way))
-        return tokens / seconds, (time.process_time() - used) / seconds
+        return tokens / seconds, used / seconds, built / seconds
 
     def _folder(self, way: str) -> Path:
         return (self.arguments.memory if way == "bf16" else self.arguments.disk) / "bench-rate-store"
 
-    def _extract(self, way: str, records: list[Record]) -> None:
+    def _extract(self, way: str, records: list[Record]) -> ExtractReport:
         shutil.rmtree(self._folder(way), ignore_errors=True)
         layers = self.capturing.handshake["layers"]
         codec = ("bf16", "all") if way == "bf16" else ("fp8", "supervised")
         meta = StoreMeta(self.target.hidden_size, layers, *codec, fingerprint="bench")
-        extract([self.capturing], records, self._folder(way), meta, self.config)
+        return extract([self.capturing], records, self._folder(way), meta, self.config)
 
 
 def main() -> None:
@@ -126,7 +127,7 @@ def main() -> None:
             ) as bare,
         ):  # fmt: skip
             bench = Bench(arguments, target, bare, capturing, extract_config(arguments))
-            rates: dict[str, list[tuple[float, float]]] = {way: [] for way in ("bare", "bf16", "compact")}
+            rates: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ("bare", "bf16", "compact")}
             for way in rates:
                 bench.run(way, few)
             for _ in range(arguments.rounds):
@@ -136,16 +137,15 @@ def main() -> None:
             print_result(rates, capturing.handshake)
 
 
-def print_result(rates: dict[str, list[tuple[float, float]]], facts: dict) -> None:
+def print_result(rates: dict[str, list[tuple[float, float, float]]], facts: dict) -> None:
     bytes_per_token = (len(facts["boundaries"]) + 1) * facts["hidden_size"] * 2
     print(f"{facts['model_class']} on {facts['device']}, {bytes_per_token:,} B a token from the server")
     for way, rounds in rates.items():
-        rate = statistics.median(one for one, _ in rounds)
-        share = statistics.median(one / bare for (one, _), (bare, _) in zip(rounds, rates["bare"], strict=True))
-        cores = statistics.median(used for _, used in rounds)
+        rate, client, builders = (statistics.median(figures) for figures in zip(*rounds, strict=True))
+        share = statistics.median(one[0] / bare[0] for one, bare in zip(rounds, rates["bare"], strict=True))
         print(
             f"{way:8} {rate:12,.0f} tokens/s  {rate * bytes_per_token / 1e9:6.2f} GB/s of dumps  {share:5.2f} of bare  "
-            f"{cores:5.2f} cores in the client"
+            f"{client:5.2f} cores in the client, {builders:5.2f} in processes that build shards"
         )
 
 
@@ -161,8 +161,9 @@ def probe_config(arguments, scratch: str) -> ProbeConfig:
 
 def extract_config(arguments) -> ExtractConfig:
     return ExtractConfig(
-        max_tokens_in_flight=arguments.tokens_in_flight, staging_max_bytes=arguments.staging_bytes, min_free_bytes=0
-    )
+        max_tokens_in_flight=arguments.tokens_in_flight, staging_max_bytes=arguments.staging_bytes, min_free_bytes=0,
+        shard_builders=arguments.builders,
+    )  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -176,6 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-in-flight", type=int, default=262_144)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=None)
+    parser.add_argument("--builders", type=int, default=None, help="shard_builders; left out: by the number of cores")
     parser.add_argument("--staging-bytes", type=int, default=8 << 30)
     parser.add_argument("--staging-dir", default=None, help="where dumps go when /dev/shm is too small")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where the bf16 store goes")

@@ -1,6 +1,7 @@
 """Kill -9 at random moments of a real extraction: the client again and again, the server once, in between and at work.
 
     .venv/bin/python benchmarks/kills.py [--kills 20] [--samples 400] [--folder outputs/bench-kills]
+    .venv/bin/python benchmarks/kills.py --builders 1 --seconds 25     # shards built by a process, which starts slowly
 
 SmolLM2 on the CPU with the real plugin; staging has just the room the longest sample needs, so that shards are closed
 all the time and capture often waits. At the end every sample must be stored once, with its own ids, whole shards must
@@ -62,10 +63,11 @@ class Scene:
     def __init__(self, arguments, folder: Path):
         self.target, self.folder = load_target("example"), folder
         layers = [1, 14, 26]
+        builders = arguments.builders
         staging = STAGING_SHARES * LONGEST * dump_bytes_per_token(self.target.hidden_size, NUM_AUX) + (64 << 10)
         self.records = make_records(arguments.samples, self.target.vocab_size)
         self.meta = StoreMeta(self.target.hidden_size, layers, final="all", fingerprint="kills")
-        self.config = ExtractConfig(staging_max_bytes=staging, min_free_bytes=0)
+        self.config = ExtractConfig(staging_max_bytes=staging, min_free_bytes=0, shard_builders=builders)
         options = {"run_dir": str(folder / "run"), "device": "cpu", "max_seq_len": 256, "staging_max_bytes": staging}
         self.options = ProbeConfig(**options, aux_layers=layers)
         self.seen: dict[str, str] = {}
@@ -93,12 +95,12 @@ class Scene:
         return done
 
 
-def kill_clients(scene: Scene, server: Server, store: Path, kills: int, rng: random.Random) -> int:
+def kill_clients(scene: Scene, server: Server, store: Path, kills: int, longest: float, rng: random.Random) -> int:
     """Kill the client so many times (fewer when it is done before); returns the kills that hit one at work."""
     hits = 0
     for _ in range(kills):
         process = scene.start_client(server, store)
-        process.join(rng.uniform(0.3, 10.0))  # importing, waiting for the first batch, closing shards
+        process.join(rng.uniform(0.3, longest))  # importing, waiting for the first batch, closing shards
         process.kill()
         process.join()
         hits += process.exitcode == -signal.SIGKILL
@@ -110,6 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--samples", type=int, default=400)
+    parser.add_argument("--builders", type=int, default=0, help="processes that build shards; 0: threads of the client")
+    parser.add_argument("--seconds", type=float, default=10.0, help="a client lives at most so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench-kills"))
     arguments = parser.parse_args()
@@ -117,14 +121,14 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     scene, store, clean = Scene(arguments, folder), folder / "store", folder / "clean"
     with scene.server() as server:
-        hits = kill_clients(scene, server, store, arguments.kills // 2, rng)
+        hits = kill_clients(scene, server, store, arguments.kills // 2, arguments.seconds, rng)
         process = scene.start_client(server, store)
-        process.join(rng.uniform(0.5, 2.0))
+        process.join(rng.uniform(0.05, 0.5) * arguments.seconds)
         os.killpg(server.pid, signal.SIGKILL)
         process.join()
         print(f"  server killed; the client ended with {process.exitcode}, {scene.watch(store)} stored", flush=True)
     with scene.server() as server:
-        hits += kill_clients(scene, server, store, arguments.kills - arguments.kills // 2, rng)
+        hits += kill_clients(scene, server, store, arguments.kills - arguments.kills // 2, arguments.seconds, rng)
         for last in (store, clean):
             process = scene.start_client(server, last)
             process.join()

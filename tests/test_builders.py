@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -16,7 +17,7 @@ import torch
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards.builders import BuilderProcesses, build_shard, processes_for
-from eagle3_utils.states.shards.sample import Sample, StoreMeta
+from eagle3_utils.states.shards.sample import Sample, StagedSample, StoreMeta, UnfitSample
 from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreWriter
 
@@ -33,11 +34,25 @@ def make_sample(number: int) -> Sample:
     )
 
 
-def gone() -> Sample:
+def load(number: int, meta: StoreMeta) -> Sample:
+    return make_sample(number)
+
+
+def staged(number: int, folder: Path) -> StagedSample:
+    path = folder / f"s{number}"
+    path.touch()
+    return StagedSample(f"s{number}", path, 0, make_sample(number).stored_bytes(META), partial(load, number), print)
+
+
+def gone(meta: StoreMeta) -> Sample:
     raise FileNotFoundError("a dump that its server took along")
 
 
-def no_room() -> Sample:
+def unfit(meta: StoreMeta) -> Sample:
+    raise UnfitSample("no good")
+
+
+def no_room(meta: StoreMeta) -> Sample:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -49,14 +64,17 @@ def builders():
 
 
 def test_few_cores_build_in_threads_and_many_leave_some_to_the_server():
-    assert [processes_for(None, n) for n in (1, 2, 7, 8, 16, 64)] == [0, 0, 0, 2, 4, 8] and processes_for(3, 1) == 3
+    assert [processes_for(None, n) for n in (1, 2, 7, 8, 16, 64)] == [0, 0, 0, 2, 5, 8] and processes_for(3, 1) == 3
 
 
 def test_a_store_built_by_processes_equals_one_built_by_threads(tmp_path):
     for name, num_processes in (("threads", 0), ("processes", 1)):
         with StoreWriter(tmp_path / name, META, shard_bytes=600, num_processes=num_processes) as writer:
             for number in range(6):
-                writer.add(make_sample(number), loader=partial(make_sample, number))
+                writer.add_staged(staged(number, tmp_path))
+            writer.flush()
+            assert not list(tmp_path.glob("s?"))
+            assert (writer.builders_cpu_seconds > 0) == bool(num_processes)
     a, b = StoreReader(tmp_path / "threads"), StoreReader(tmp_path / "processes")
     assert len(list((tmp_path / "processes").glob("shard-*.h5"))) > 1 and len(b) == 6
     for one, other in zip(map(a.read, range(6)), map(b.read, range(6)), strict=True):
@@ -67,7 +85,7 @@ def test_a_store_built_by_processes_equals_one_built_by_threads(tmp_path):
 
 def test_a_full_disk_comes_back_as_what_it_is(builders, tmp_path):
     with pytest.raises(OSError, match="No such file or directory"):
-        builders.build(tmp_path / "no folder" / "shard-000000.h5", [partial(make_sample, 0)], META)
+        builders.build(tmp_path / "no folder" / "shard-000000.h5", [partial(load, 0)], META)
     with pytest.raises(OSError, match="No space left") as full:
         builders.build(tmp_path / "shard-000000.h5", [no_room], META)
     assert full.value.errno == errno.ENOSPC
@@ -77,7 +95,7 @@ def test_a_builder_that_is_killed_is_an_error_that_says_how_to_go_on(tmp_path):
     builders = BuilderProcesses(1)
     os.kill(builders._pool.submit(os.getpid).result(), signal.SIGKILL)
     with pytest.raises(UserError, match="a process that builds shards was killed") as killed:
-        builders.build(tmp_path / "shard-000000.h5", [partial(make_sample, 0)], META)
+        builders.build(tmp_path / "shard-000000.h5", [partial(load, 0)], META)
     assert "resumes" in str(killed.value)
     builders.close()
 
@@ -86,20 +104,14 @@ def test_builders_are_in_a_group_of_their_own(builders):
     assert os.getpgid(builders._pool.submit(os.getpid).result()) != os.getpgrp()
 
 
-def test_a_dump_that_has_gone_is_left_out(tmp_path):
-    size, rows = build_shard(tmp_path / "shard-000000.h5", [partial(make_sample, 1), gone, make_sample(3)], META)
-    assert size and [row["id"] for row in rows] == ["s1", "s3"]
-    assert build_shard(tmp_path / "shard-000001.h5", [gone], META) == (0, [])
+def test_samples_that_are_no_good_or_gone_are_left_out_and_named(tmp_path):
+    samples = [partial(load, 1), gone, make_sample(3), unfit]
+    built = build_shard(tmp_path / "shard-000000.h5", samples, META)
+    assert built.file_bytes and [row["id"] for row in built.rows] == ["s1", "s3"]
+    assert built.problems == [None, "its dump went away before it was stored: did its server end?", None, "no good"]
+    nothing = build_shard(tmp_path / "shard-000001.h5", [unfit], META)
+    assert (nothing.file_bytes, nothing.rows, nothing.problems) == (0, [], ["no good"])
     assert not (tmp_path / "shard-000001.h5").exists()
-
-
-def test_what_has_gone_stays_pending_and_is_counted(tmp_path):
-    with StoreWriter(tmp_path / "store", META, num_processes=1) as writer:
-        writer.register([make_sample(0), make_sample(1)])
-        writer.add(make_sample(0), loader=gone)
-        writer.add(make_sample(1), loader=partial(make_sample, 1))
-        writer.flush()
-        assert writer.num_lost == 1 and writer.ledger.ids("done") == {"s1"} and writer.ledger.ids("pending") == {"s0"}
 
 
 def _hold_builders(pids) -> None:

@@ -5,7 +5,15 @@ from fake_capture import FakeServer, make_records, states_of, store_meta
 
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.extraction.dump import BadDump, file_name_of, read_dump, share_staging, sweep, take_sample
+from eagle3_utils.states.extraction.dump import (
+    BadDump,
+    file_name_of,
+    read_dump,
+    share_staging,
+    staged_sample,
+    sweep,
+    take_sample,
+)
 
 META = store_meta()
 CONFIG = ExtractConfig(max_tokens_in_flight=300)
@@ -44,6 +52,21 @@ def test_a_dump_is_mapped_and_becomes_the_records_sample(dumped):
     assert torch.equal(sample.aux, aux) and torch.equal(sample.final, final)
     assert sample.input_ids.tolist() == record.input_ids and sample.loss_mask.tolist() == record.loss_mask
     assert sample.input_ids.dtype == np.int32 and (sample.id, sample.source) == (record.id, record.source)
+
+
+@pytest.mark.parametrize("final", ["all", "supervised"])
+def test_what_a_staged_sample_says_unread_is_what_it_is_when_read(dumped, final):
+    record, path = dumped
+    meta = store_meta(final=final)
+    staged = staged_sample(path, path.stat().st_size, record, "hs-1", meta, "n1", print)
+    sample = staged.load(meta)
+    assert (staged.id, staged.stored_bytes) == (sample.id, sample.stored_bytes(meta))
+    assert torch.equal(sample.aux, states_of(record.input_ids)[0])
+    with pytest.raises(BadDump, match="not 'hs-2'"):
+        staged_sample(path, 0, record, "hs-2", meta, "n1", print).load(meta)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        staged.load(meta)
 
 
 def test_a_dump_of_another_request_server_or_length_is_refused(dumped):

@@ -1,8 +1,10 @@
+import threading
 import time
 from pathlib import Path
 
 from fake_capture import make_records
 
+from eagle3_utils.states.extraction import pool as pool_module
 from eagle3_utils.states.extraction.pool import Pool, Worker, backoff_seconds, in_buckets
 
 
@@ -24,7 +26,7 @@ def test_in_flight_is_bounded_by_tokens():
     while pool._has_room(worker, pool._ready[0]):
         tasks.append(pool.take(worker))
     assert worker.in_flight_tokens <= 150 and len(tasks) >= 2
-    pool.stored(worker, tasks[0])
+    pool.arrived(worker, tasks[0])
     assert worker.in_flight_tokens == sum(task.num_tokens for task in tasks[1:])
 
 
@@ -56,8 +58,10 @@ def test_a_server_that_fails_for_long_is_dead_and_the_other_goes_on():
     pool = Pool(make_records(2), [one, two], max_tokens=1000, max_tries=3, patience_seconds=0)
     pool.server_failed(one, pool.take(one), blame_sample=False)
     assert one.dead and pool.take(one) is None
-    pool.stored(two, pool.take(two))
-    pool.stored(two, pool.take(two))
+    for _ in range(2):
+        task = pool.take(two)
+        pool.arrived(two, task)
+        pool.stored(task)
     assert pool.unfinished == 0 and pool.unfinished_tokens == 0 and pool.take(two) is None
 
 
@@ -66,7 +70,49 @@ def test_no_answer_in_time_is_the_servers_fault_unless_it_has_answered_others_si
     pool = Pool(make_records(3), [worker], max_tokens=1000, max_tries=2, patience_seconds=100)
     slow, other, last = (pool.take(worker) for _ in range(3))
     asked_at = time.monotonic()
-    pool.stored(worker, other)
+    pool.arrived(worker, other)
+    pool.stored(other)
     assert not pool.timed_out(worker, slow, asked_at) and slow.tries == 1 and not worker.dead
     assert not pool.timed_out(worker, last, time.monotonic()) and last.tries == 0 and worker.dead
     assert pool.unfinished == 2 and pool.take(worker) is None
+
+
+def test_what_has_arrived_is_unfinished_until_it_is_stored_and_comes_back_when_it_is_no_good(monkeypatch):
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_SECONDS", 0.0)
+    worker = Worker("http://a", Path("."))
+    pool = Pool(make_records(2), [worker], max_tokens=1000, max_tries=2, patience_seconds=100)
+    good, bad = pool.take(worker), pool.take(worker)
+    pool.arrived(worker, good)
+    assert not pool.all_arrived
+    pool.arrived(worker, bad)
+    assert pool.all_arrived and pool.unfinished == 2 and worker.in_flight_tokens == 0
+    pool.stored(good)
+    assert not pool.rejected(bad) and not pool.all_arrived
+    assert pool.take(worker) is bad
+    pool.arrived(worker, bad)
+    assert pool.rejected(bad) and pool.unfinished == 0 and not pool.all_arrived and pool.take(worker) is None
+
+
+def test_threads_that_wait_are_told_of_retries_and_of_the_end_though_one_only_looks(monkeypatch):
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "POLL_SECONDS", 0.02)
+    worker = Worker("http://a", Path("."))
+    pool = Pool(make_records(3), [worker], max_tokens=1000, max_tries=2, patience_seconds=100)
+    tasks, taken, all_taken = [pool.take(worker) for _ in range(3)], [], threading.Barrier(3, timeout=10)
+
+    def serve():
+        while (task := pool.take(worker)) is not None:
+            taken.append(task)
+            all_taken.wait()  # while the one that looked is busy, another looks
+            pool.arrived(worker, task)
+            pool.stored(task)
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for task in tasks:
+        time.sleep(0.05)
+        pool.sample_failed(worker, task)  # by a thread that does not come back for more
+    for thread in threads:
+        thread.join(20)
+    assert sorted(tasks) == sorted(taken) and pool.unfinished == 0

@@ -1,5 +1,6 @@
 import errno
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from eagle3_utils.states import store as store_module
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards import shard as shard_module
 from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.sample import StagedSample, UnfitSample
 from eagle3_utils.states.shards.verify import verify_store
 from eagle3_utils.states.store import StoreWriter
 
@@ -70,24 +72,49 @@ def test_bad_samples_are_refused_by_name(tmp_path, records):
             writer.add(sample_of(records[2]))
 
 
-def test_release_comes_after_the_ledger_commit(tmp_path, records):
+def staged(record, folder, settle=lambda problem: None, load=None) -> StagedSample:
+    """A record whose states are in a file (here only said to be)."""
+    path, sample = folder / f"{record.id}.staged", sample_of(record)
+    path.write_text("states")
+    return StagedSample(record.id, path, 25, sample.stored_bytes(store_meta()), load or (lambda meta: sample), settle)
+
+
+def test_staged_files_go_after_the_ledger_commit(tmp_path, records):
     seen = []
 
-    def release():
+    def settle(problem):
         with Ledger(tmp_path / "ledger.sqlite", read_only=True) as ledger:
-            seen.append((ledger.counts()["done"], (tmp_path / "shard-000000.h5").exists()))
+            here = (tmp_path / "shard-000000.h5").exists(), list(tmp_path.glob("*.staged"))
+            seen.append((problem, ledger.counts()["done"], *here))
 
     with StoreWriter(tmp_path, store_meta()) as writer:
         for record in records[:3]:
-            writer.add(sample_of(record), release, held_bytes=10)
-        assert seen == [] and writer.held_bytes == 30
-    assert seen == [(3, True)] * 3 and writer.held_bytes == 0
+            writer.add_staged(staged(record, tmp_path, settle))
+        assert seen == [] and writer.held_bytes == 75 and len(list(tmp_path.glob("*.staged"))) == 3
+    assert seen == [(None, 3, True, [])] * 3 and writer.held_bytes == 0
+
+
+def test_what_is_wrong_with_a_staged_sample_is_told_and_it_may_come_again(tmp_path, records):
+    told = {}
+
+    def unfit(meta):
+        raise UnfitSample("no good")
+
+    with StoreWriter(tmp_path, store_meta()) as writer:
+        for record, load in zip(records[:2], (unfit, None), strict=True):
+            writer.add_staged(staged(record, tmp_path, partial(told.__setitem__, record.id), load))
+        writer.flush()
+        assert told == {records[0].id: "no good", records[1].id: None} and not list(tmp_path.glob("*.staged"))
+        writer.add_staged(staged(records[0], tmp_path))
+        with pytest.raises(ValueError, match="already in the store"):
+            writer.add_staged(staged(records[1], tmp_path))
+    assert StoreReader(tmp_path).ids == sorted(record.id for record in records[:2])
 
 
 def test_held_bytes_close_a_shard_early(tmp_path, records):
     with StoreWriter(tmp_path, store_meta(), max_held_bytes=100) as writer:
         for record in records[:10]:
-            writer.add(sample_of(record), held_bytes=25)
+            writer.add_staged(staged(record, tmp_path))
     assert len(list(tmp_path.glob("shard-*.h5"))) == 3  # 4 + 4 + 2 samples
 
 

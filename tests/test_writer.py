@@ -26,12 +26,14 @@ def test_dumps_are_plain_safetensors_with_metadata(run):
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
         "input_ids": (5,), "aux": (5, L, H), "final": (5, H),
     }  # fmt: skip
-    assert dump.metadata == {"rid": "hs-1", "num_tokens": "5", "boundaries": "[2, 3]", "layers": "[1, 2]"}
+    assert dump.metadata == {
+        "rid": "hs-1", "num_tokens": "5", "pieces": "[5]", "boundaries": "[2, 3]", "layers": "[1, 2]",
+    }  # fmt: skip
 
 
 def test_bfloat16_survives_bit_for_bit(tmp_path):
     staging = Staging(LARGE, LARGE, pin=False)
-    rows = RequestRows("hs-1", 3)
+    rows = RequestRows(request("hs-1", 3))
     rows.open(staging, {"input_ids": (torch.int64, ()), "final": (torch.bfloat16, (5,))})
     values = torch.randn(3, 5).to(torch.bfloat16)
     rows.views["final"].copy_(values)

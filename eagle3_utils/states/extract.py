@@ -2,8 +2,9 @@
 
     report = extract([server], records, folder, meta, config, progress=print)
 
-A dump is checked against what was sent, goes into a shard, and is deleted only when that shard is on disk and in the
-ledger. Whatever is killed, and whenever, starting again stores exactly the samples that are missing.
+A dump is checked against what was sent when its shard is built, and is deleted only when that shard is on disk and in
+the ledger; a sample whose dump was no good is asked for again. Whatever is killed, and whenever, starting again stores
+exactly the samples that are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,20 +25,12 @@ import torch
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.extraction.connection import Connection, ServerBrokeOff, ServerUnreachable, generate_body
-from eagle3_utils.states.extraction.dump import (
-    BadDump,
-    file_name_of,
-    load_sample,
-    read_dump,
-    share_staging,
-    sweep,
-    take_sample,
-    wait_for,
-)
+from eagle3_utils.states.extraction.dump import BadDump, file_name_of, share_staging, staged_sample, sweep, wait_for
 from eagle3_utils.states.extraction.pool import Pool, Task, Worker, in_buckets
 from eagle3_utils.states.extraction.report import ExtractReport
 from eagle3_utils.states.shards.builders import processes_for
-from eagle3_utils.states.store import StoreMeta, StoreWriter
+from eagle3_utils.states.shards.sample import StoreMeta
+from eagle3_utils.states.store import StoreWriter
 
 SERVER_PATIENCE_SECONDS = 60.0  # of failing before a server counts as dead
 STOP_PATIENCE_SECONDS = 10.0  # for requests in flight when the run is interrupted
@@ -79,9 +72,6 @@ def extract(
         stack.callback(writer.abort)  # does nothing after close
         run = _Run(writer, workers, records, config, max_tokens, progress or (lambda _: None))
         report = run.run()
-    if writer.num_lost:
-        what = f"{writer.num_lost} dumps went away before they were stored: did their server end?"
-        raise UserError(what, str(folder), "start the stage again: it resumes")
     if len(report.failures) > config.max_failed:
         first, reason = next(iter(report.failures.items()))
         raise UserError(
@@ -93,7 +83,7 @@ def extract(
 
 
 class _Run:
-    """One run: threads that send, check and store, and a main thread that watches them."""
+    """One run: threads that send requests and hand on what arrives, and a main thread that watches them."""
 
     def __init__(self, writer: StoreWriter, workers: list[Worker], records: list, config, max_tokens: int, progress):
         self.writer, self.workers, self.config, self.progress = writer, workers, config, progress
@@ -111,9 +101,9 @@ class _Run:
             for worker in workers
         ]
         self._counting = threading.Lock()
-        self._failures_in_a_row = 0
+        self._failed_in_a_row: Counter[str] = Counter()  # answers, and dumps when their shard is built
         self._error: Exception | None = None
-        self._started = time.monotonic()
+        self._started, self._cpu_before = time.monotonic(), time.process_time()
         self._recent: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=20)
 
     def run(self) -> ExtractReport:
@@ -149,6 +139,8 @@ class _Run:
     def _finish_report(self) -> None:
         report = self.report
         report.seconds, report.state_bytes = time.monotonic() - self._started, self.writer.stored_bytes
+        report.client_cpu_seconds = time.process_time() - self._cpu_before
+        report.builders_cpu_seconds = self.writer.builders_cpu_seconds
         self._note_run()
         report.num_runs, report.total_tokens, report.total_seconds = self.writer.ledger.run_totals()
 
@@ -162,6 +154,8 @@ class _Run:
         last = 0.0
         while any(thread.is_alive() for thread in threads) and self._error is None:
             time.sleep(0.05)
+            if self.pool.all_arrived:  # the last shard is as full as it gets; what is no good in it comes back
+                self.writer.flush()
             if time.monotonic() - last < PROGRESS_SECONDS:
                 continue
             last = time.monotonic()
@@ -178,6 +172,7 @@ class _Run:
                 )
         if self._error is not None:
             raise self._error
+        self.writer.flush()
         if self.pool.unfinished:
             raise UserError(
                 f"no server answers any more; {self.pool.unfinished} samples to go",
@@ -200,9 +195,7 @@ class _Run:
         asked_at = time.monotonic()
         try:
             self._ask(task, connection, rid)
-            wait_for(path)
-            dump = read_dump(path)
-            sample = take_sample(dump, task.record, rid, self.writer.meta, worker.nonce)
+            held_bytes = wait_for(path)
         except (ServerUnreachable, ServerBrokeOff) as error:
             path.unlink(missing_ok=True)
             given_up = self.pool.server_failed(worker, task, blame_sample=isinstance(error, ServerBrokeOff))
@@ -217,32 +210,44 @@ class _Run:
             path.unlink(missing_ok=True)
             self._count_failure(task, str(error), self.pool.sample_failed(worker, task))
             return
-        release = partial(path.unlink, missing_ok=True)  # a server that stops empties its folder
-        loader = partial(load_sample, path, sample.id, sample.source, sample.loss_mask)
-        self.writer.add(sample, release, dump.num_bytes, checked=True, loader=loader)
+        settle = partial(self._settle, task)
+        sample = staged_sample(path, held_bytes, task.record, rid, self.writer.meta, worker.nonce, settle)
         with self._counting:
             self.report.num_samples += 1
             self.report.num_tokens += task.num_tokens
-            self._failures_in_a_row = 0
-        self.pool.stored(worker, task)
+            self._failed_in_a_row["answers"] = 0
+        self.writer.add_staged(sample)
+        self.pool.arrived(worker, task)
+
+    def _settle(self, task: Task, problem: str | None) -> None:
+        """What became of a sample that had arrived: stored, or no good."""
+        if problem is None:
+            self._failed_in_a_row["dumps"] = 0
+            self.pool.stored(task)
+            return
+        with self._counting:
+            self.report.num_samples -= 1
+            self.report.num_tokens -= task.num_tokens
+        self._count_failure(task, problem, self.pool.rejected(task), "dumps")
 
     def _ask(self, task: Task, connection: Connection, rid: str) -> None:
         status, content = connection.post("/generate", generate_body(rid, task.record.input_ids))
         if status != 200:
             raise BadDump(f"HTTP {status}: {' '.join(content.decode(errors='replace').split())[:300]}")
 
-    def _count_failure(self, task: Task, reason: str, given_up: bool) -> None:
+    def _count_failure(self, task: Task, reason: str, given_up: bool, what: str = "answers") -> None:
         with self._counting:
-            self._failures_in_a_row += 1
+            self._failed_in_a_row[what] += 1
             self.report.num_retries += not given_up
             if given_up:
                 self.report.failures[task.record.id] = reason
         if given_up:
             self.writer.ledger.fail(task.record.id, reason, task.tries)
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            what = f"{self._failures_in_a_row} answers in a row were no good; the last: {reason}"
+        if (number := self._failed_in_a_row[what]) >= MAX_FAILURES_IN_A_ROW:
             self._error = UserError(
-                what, task.record.id, "see the server's log, then start the stage again: it resumes"
+                f"{number} {what} in a row were no good; the last: {reason}",
+                task.record.id,
+                "see the server's log, then start the stage again: it resumes",
             )
 
     def _figures(self) -> dict:

@@ -17,17 +17,17 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.shards.builders import BuilderProcesses, Loader, build_shard
+from eagle3_utils.states.shards.builders import BuilderProcesses, build_shard, remove_files
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.recover import recover, shards_on_disk
-from eagle3_utils.states.shards.sample import Sample, StoreMeta
+from eagle3_utils.states.shards.sample import Sample, StagedSample, StoreMeta
 from eagle3_utils.states.shards.shard import FORMAT, VERSION, shard_name, sync_folder
 
 _NUM_THREADS = 2  # shards built at a time without processes: one file takes one `pwrite` at a time, about 2 GB/s
@@ -40,22 +40,20 @@ def num_open_shards(num_processes: int) -> int:
 
 @dataclass
 class _Batch:
-    samples: list[Sample | Loader] = field(default_factory=list)
-    releases: list[Callable[[], None]] = field(default_factory=list)
+    samples: list[Sample | StagedSample] = field(default_factory=list)
     num_bytes: int = 0
     held_bytes: int = 0
 
     def clear(self) -> None:
-        """Let go of the states: a mapped dump takes memory until nothing refers to it, even when it is unlinked."""
-        self.samples, self.releases, self.num_bytes, self.held_bytes = [], [], 0, 0
+        """Let go of the states."""
+        self.samples, self.num_bytes, self.held_bytes = [], 0, 0
 
 
 class StoreWriter:
     """Adds samples to a store, one process at a time; opening an existing store resumes it.
 
-    `add` may be called from several threads. Shards are built in the background while the next one fills, by threads
-    or by `num_processes` processes (builders.py); `release` callbacks run when the shard that holds their sample is on
-    disk and in the ledger.
+    `add` and `add_staged` may be called from several threads. Shards are built in the background while the next one
+    fills, by threads or by `num_processes` processes (builders.py).
     Raises `UserError` when the store belongs to another model or corpus, is open elsewhere, or its disk is full.
     """
 
@@ -87,7 +85,6 @@ class StoreWriter:
         self._writing: deque[tuple[Future, _Batch]] = deque()  # the oldest first
         self._closed = False
         self.stored_bytes = 0  # state bytes of the shards closed by this writer
-        self.num_lost = 0  # samples whose staged file had gone before their shard was built: they stay pending
 
     def register(self, records: Iterable) -> list:
         """Make records (id, source, input_ids) known as pending; returns those not stored yet, in order."""
@@ -105,34 +102,34 @@ class StoreWriter:
         """Bytes of staged files that wait for their shard."""
         return self._sum("held_bytes")
 
-    def add(
-        self,
-        sample: Sample,
-        release: Callable[[], None] | None = None,
-        held_bytes: int = 0,
-        checked: bool = False,
-        loader: Loader | None = None,
-    ) -> None:
-        """Take a sample; `ValueError` names what is wrong with it, or that it is stored already.
+    @property
+    def builders_cpu_seconds(self) -> float:
+        """What builder processes have used."""
+        return self._builders.cpu_seconds if self._builders else 0.0
 
-        `release` is called once the sample is safe, and frees `held_bytes` elsewhere (a staged file). With `checked`
-        the caller has found `sample.problem(meta)` to be None. `loader` gives the same sample in another process;
-        builder processes need it.
-        """
-        if not checked and (problem := sample.problem(self.meta)):
+    def add(self, sample: Sample) -> None:
+        """Take a sample; `ValueError` names what is wrong with it, or that it is stored already."""
+        if problem := sample.problem(self.meta):
             raise ValueError(f"{sample.id}: {problem}")
-        num_bytes = sample.stored_bytes(self.meta)
+        self._take(sample, sample.stored_bytes(self.meta))
+
+    def add_staged(self, sample: StagedSample) -> None:
+        """Take a sample that is checked when its shard is built; it may be added again when `settle` is told a problem.
+
+        Raises `ValueError` when it is stored already.
+        """
+        self._take(sample, sample.stored_bytes, sample.held_bytes)
+
+    def _take(self, sample: Sample | StagedSample, num_bytes: int, held_bytes: int = 0) -> None:
         with self._adding:
             if self._closed:
                 raise ValueError(f"{sample.id}: the store is closed")
             if sample.id in self._stored:
                 raise ValueError(f"{sample.id}: already in the store")
             self._stored.add(sample.id)
-            self._batch.samples.append(loader if self._builders else sample)
+            self._batch.samples.append(sample)
             self._batch.num_bytes += num_bytes
             self._batch.held_bytes += held_bytes
-            if release is not None:
-                self._batch.releases.append(release)
             held_up = self.max_held_bytes is not None and self._batch.held_bytes >= self.max_held_bytes
             if self._batch.num_bytes >= self.shard_bytes or held_up:
                 self._close_batch()
@@ -189,8 +186,9 @@ class StoreWriter:
     def _write(self, number: int, batch: _Batch) -> None:
         path = self.folder / shard_name(number)
         build = self._builders.build if self._builders else build_shard
+        samples = [sample.load if isinstance(sample, StagedSample) else sample for sample in batch.samples]
         try:
-            file_bytes, rows = build(path, batch.samples, self.meta)
+            built = build(path, samples, self.meta)
         except OSError as error:
             path.with_suffix(".h5.tmp").unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -200,14 +198,22 @@ class StoreWriter:
                 str(self.folder),
                 "free space (or choose codec: fp8, final: supervised) and start the stage again: it resumes",
             ) from error
-        if rows:
-            self.ledger.commit_shard(number, file_bytes, rows)
+        if built.rows:
+            self.ledger.commit_shard(number, built.file_bytes, built.rows)
         with self._counting:
-            self.stored_bytes += sum(row["num_bytes"] for row in rows)
-            self.num_lost += len(batch.samples) - len(rows)
-        for release in batch.releases:
-            release()
+            self.stored_bytes += sum(row["num_bytes"] for row in built.rows)
+        self._settle(batch.samples, built.problems)
         batch.clear()
+
+    def _settle(self, samples: list[Sample | StagedSample], problems: list[str | None]) -> None:
+        """Tell what became of staged samples, their files removed: they are in the ledger, or no good."""
+        staged = [pair for pair in zip(samples, problems, strict=True) if isinstance(pair[0], StagedSample)]
+        remove = self._builders.remove if self._builders else remove_files
+        remove([sample.path for sample, _ in staged])
+        for sample, problem in staged:
+            if problem is not None:
+                self._stored.discard(sample.id)
+            sample.settle(problem)
 
     def _sum(self, name: str) -> int:
         return sum(getattr(batch, name) for batch in (self._batch, *(batch for _, batch in list(self._writing))))

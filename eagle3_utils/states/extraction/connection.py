@@ -1,8 +1,8 @@
 """One kept-open HTTP connection per thread, as thin as it can be.
 
 What a request costs in Python decides how fast a GPU can be fed, since threads share one interpreter: with 64 threads a
-shared `httpx.Client` takes 4.1 ms of processor time for a request of 1,554 token ids, `http.client` 0.9 ms
-(half of it JSON, which is written more cheaply here).
+shared `httpx.Client` takes 4.1 ms of processor time for a request of 1,554 token ids, `http.client` 0.6 ms and the
+JSON by orjson 0.02 ms.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import select
 import socket
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
+
+import orjson
 
 _HEADERS = {"Content-Type": "application/json"}
 
@@ -71,8 +73,8 @@ class Connection:
 
 def generate_body(rid: str, input_ids: list[int]) -> bytes:
     """The JSON of a request that prefills token ids (plain ints) and generates nothing."""
-    ids = str(list(input_ids))  # Python's text of a list of ints is its JSON, in a third of the time
-    return f'{{"rid":"{rid}","input_ids":{ids},"sampling_params":{{"max_new_tokens":0,"temperature":0}}}}'.encode()
+    sampling = {"max_new_tokens": 0, "temperature": 0}
+    return orjson.dumps({"rid": rid, "input_ids": input_ids, "sampling_params": sampling})
 
 
 def _has_ended(open_socket: socket.socket) -> bool:

@@ -1,7 +1,8 @@
 """Reading what the capture plugin leaves, `DUMP_DIR/<rid>.safetensors`, and checking it against what was sent.
 
-The file is mapped, not read: `aux` and `final` stay in the page cache (or /dev/shm) until a shard is written from
-them. The header is parsed here because safetensors' own reader keeps a file descriptor or copies.
+This happens where shards are built. The file is mapped, not read: `aux` and `final` stay in the page cache (or
+/dev/shm) until a shard is written from them. The header is parsed here because safetensors' own reader keeps a file
+descriptor or copies.
 
 Legend: T tokens, L auxiliary layers, H hidden.
 """
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +26,7 @@ import torch
 import xxhash
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.states.shards.sample import StagedSample, UnfitSample, stored_bytes
 from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes, held_limit
 from eagle3_utils.states.store import Sample, StoreMeta, num_open_shards
 
@@ -31,8 +36,8 @@ _STAGED = ("hs-*.safetensors", "hs-*.error")  # a .tmp is still the server's: it
 DUMP_PATIENCE_SECONDS = 60.0  # between the HTTP answer and the dump
 
 
-class BadDump(Exception):
-    """A dump that is not what was asked for; the message is the reason, for the ledger."""
+class BadDump(UnfitSample):
+    """An answer or a dump that is not what was asked for; the message is the reason, for the ledger."""
 
 
 @dataclass
@@ -43,7 +48,6 @@ class Dump:
     aux: torch.Tensor  # bf16 [T, L, H]
     final: torch.Tensor  # bf16 [T, H], post-norm
     metadata: dict[str, str]
-    num_bytes: int
 
 
 def read_dump(path: Path) -> Dump:
@@ -70,7 +74,7 @@ def read_dump(path: Path) -> Dump:
     ids = tensors["input_ids"]
     if ids.dtype != torch.int64:
         raise BadDump("input_ids are not int64")
-    return Dump(ids.numpy(), tensors["aux"], tensors["final"], header.get("__metadata__", {}), size)
+    return Dump(ids.numpy(), tensors["aux"], tensors["final"], header.get("__metadata__", {}))
 
 
 def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None) -> Sample:
@@ -98,10 +102,25 @@ def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None
     return sample
 
 
-def load_sample(path: Path, sample_id: str, source: str, loss_mask: np.ndarray) -> Sample:
-    """The sample of a dump that `take_sample` has found sound, for another process that maps the same file."""
-    dump = read_dump(path)
-    return Sample(sample_id, dump.input_ids.astype(np.int32), loss_mask, dump.aux, dump.final, source=source)
+def staged_sample(
+    path: Path,
+    held_bytes: int,
+    record,
+    rid: str,
+    meta: StoreMeta,
+    nonce: str | None,
+    settle: Callable[[str | None], None],
+) -> StagedSample:
+    """A record whose dump has arrived, for `StoreWriter.add_staged`; the dump is not read here."""
+    num_tokens, supervised = len(record.input_ids), record.loss_mask[1:]
+    num_final = num_tokens if meta.final == "all" else len(supervised) - supervised.count(0)
+    load = partial(load_sample, path, record, rid, nonce)
+    return StagedSample(record.id, path, held_bytes, stored_bytes(num_tokens, num_final, meta), load, settle)
+
+
+def load_sample(path: Path, record, rid: str, nonce: str | None, meta: StoreMeta) -> Sample:
+    """The sample of a record from its dump. Raises `BadDump`, or `FileNotFoundError` when the dump has gone."""
+    return take_sample(read_dump(path), record, rid, meta, nonce)
 
 
 def file_name_of(sample_id: str) -> str:
@@ -110,10 +129,10 @@ def file_name_of(sample_id: str) -> str:
     return plain if plain == sample_id else f"{plain}-{xxhash.xxh3_64_hexdigest(sample_id.encode())}"
 
 
-def wait_for(path: Path) -> None:
-    """Wait for a dump: the HTTP answer may come before the file."""
+def wait_for(path: Path) -> int:
+    """Wait for a dump, and return its bytes: the HTTP answer may come before the file."""
     note, deadline, pause = path.with_suffix(".error"), time.monotonic() + DUMP_PATIENCE_SECONDS, 0.001
-    while not path.exists():
+    while (num_bytes := _size_of(path)) is None:
         if note.exists():
             reason = _reason_in(note.read_text())
             note.unlink(missing_ok=True)
@@ -122,6 +141,14 @@ def wait_for(path: Path) -> None:
             raise BadDump(f"answered, but no dump within {DUMP_PATIENCE_SECONDS:.0f} s")
         time.sleep(pause)
         pause = min(0.02, pause * 1.5)
+    return num_bytes
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
 
 
 def _reason_in(note: str) -> str:

@@ -59,6 +59,7 @@ class Worker:
     dead: bool = False
     num_done: int = 0
     last_success: float = 0.0
+    watched: bool = False  # one of its waiting threads looks from time to time
 
 
 class Pool:
@@ -91,6 +92,12 @@ class Pool:
     def in_flight(self) -> int:
         return sum(worker.in_flight for worker in self.workers)
 
+    @property
+    def all_arrived(self) -> bool:
+        """Whether what is unfinished waits for its shard only."""
+        with self._lock:
+            return self._unfinished > 0 and not (self._ready or self._delayed or self.in_flight)
+
     def take(self, worker: Worker) -> Task | None:
         """The next task for a server, waiting for room; None when there is nothing left to do for it."""
         with self._lock:
@@ -103,29 +110,35 @@ class Pool:
                     task.attempts += 1
                     worker.in_flight_tokens += task.num_tokens
                     worker.in_flight += 1
-                    self._room[worker.url].notify()  # there may be room for one more: one thread at a time finds out
+                    more = self._ready and self._has_room(worker, self._ready[0])
+                    if more or not worker.watched:
+                        self._room[worker.url].notify()  # one thread at a time finds out
                     return task
-                self._room[worker.url].wait(POLL_SECONDS)
+                self._wait(worker)
             return None
 
-    def stored(self, worker: Worker, task: Task) -> None:
-        """A task's sample is in the writer's hands."""
+    def arrived(self, worker: Worker, task: Task) -> None:
+        """A server has answered: the task's sample is in the writer's hands."""
         with self._lock:
             self._leave(worker, task)
             worker.failing_since, worker.failures, worker.last_success = None, 0, time.monotonic()
             worker.num_done += 1
+
+    def stored(self, task: Task) -> None:
+        """What had arrived is on disk."""
+        with self._lock:
             self._finish(task)
+
+    def rejected(self, task: Task) -> bool:
+        """What had arrived was no good: tried again, or given up (True)."""
+        with self._lock:
+            return self._blame(task)
 
     def sample_failed(self, worker: Worker, task: Task) -> bool:
         """An attempt failed because of the sample; returns True when the sample is now given up."""
         with self._lock:
             self._leave(worker, task)
-            task.tries += 1
-            if task.tries >= self.max_tries:
-                self._finish(task)
-                return True
-            heapq.heappush(self._delayed, (time.monotonic() + backoff_seconds(task.tries), task))
-            return False
+            return self._blame(task)
 
     def server_failed(self, worker: Worker, task: Task, blame_sample: bool) -> bool:
         """A server broke off or did not answer: the task goes back to the pool, the server rests or is dead.
@@ -141,6 +154,8 @@ class Pool:
                 worker.failures += 1
                 worker.retry_at = now + backoff_seconds(worker.failures)
                 worker.dead = now - worker.failing_since >= self.patience_seconds
+                if worker.dead:
+                    self._wake_all()
             task.tries += blame_sample
             if task.tries >= self.max_tries:
                 self._finish(task)
@@ -168,8 +183,24 @@ class Pool:
             self.stopped = True
             self._wake_all()
 
+    def _wait(self, worker: Worker) -> None:
+        """Sleep until there may be work; one thread per server looks from time to time, hundreds would cost a core."""
+        watching = not worker.watched
+        worker.watched = True
+        self._room[worker.url].wait(POLL_SECONDS if watching else None)
+        if watching:
+            worker.watched = False
+
     def _has_room(self, worker: Worker, task: Task) -> bool:
         return worker.in_flight == 0 or worker.in_flight_tokens + task.num_tokens <= self.max_tokens
+
+    def _blame(self, task: Task) -> bool:
+        task.tries += 1
+        if task.tries >= self.max_tries:
+            self._finish(task)
+            return True
+        heapq.heappush(self._delayed, (time.monotonic() + backoff_seconds(task.tries), task))
+        return False
 
     def _finish(self, task: Task) -> None:
         self._unfinished -= 1
@@ -178,9 +209,9 @@ class Pool:
             self._wake_all()
 
     def _leave(self, worker: Worker, task: Task) -> None:
+        """Make room; the thread that does so comes for the next task itself."""
         worker.in_flight_tokens -= task.num_tokens
         worker.in_flight -= 1
-        self._room[worker.url].notify()
 
     def _wake_all(self) -> None:
         for condition in self._room.values():

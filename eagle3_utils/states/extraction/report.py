@@ -15,6 +15,8 @@ class ExtractReport:
     num_retries: int = 0
     state_bytes: int = 0
     seconds: float = 0.0
+    client_cpu_seconds: float = 0.0  # of this process, in this run
+    builders_cpu_seconds: float = 0.0  # of the processes that built its shards
     num_runs: int = 1
     total_tokens: int = 0
     total_seconds: float = 0.0

@@ -5,7 +5,9 @@ Legend: T tokens, L auxiliary layers, H hidden, M rows with a final state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -57,9 +59,7 @@ class Sample:
     def stored_bytes(self, meta: StoreMeta) -> int:
         """Bytes of its arrays in the store."""
         wanted = supervised_rows(self.loss_mask) if meta.final == "supervised" else self.final_rows
-        num_states = len(self.input_ids) * len(meta.aux_layers) + int(np.count_nonzero(wanted))
-        row = bytes_per_row(meta.hidden_size, meta.codec)
-        return len(self.input_ids) * INDEX_BYTES_PER_TOKEN + num_states * row
+        return stored_bytes(len(self.input_ids), int(np.count_nonzero(wanted)), meta)
 
     def problem(self, meta: StoreMeta) -> str | None:
         """What makes this sample unfit for a store, or None."""
@@ -77,6 +77,36 @@ class Sample:
             if bad := count_not_finite(states):
                 return f"{name} has {bad} values that are not finite"
         return None
+
+
+Loader = Callable[[StoreMeta], Sample]
+
+
+class UnfitSample(Exception):
+    """A sample that a store must not take; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class StagedSample:
+    """A sample in a file of its own, which is read and checked only where its shard is built.
+
+    `load` does that, maybe in another process (so it can be pickled). It raises `UnfitSample`, or `FileNotFoundError`
+    when the file has gone. `settle` is told None once the sample is on disk and in the ledger, or what was wrong with
+    it; by then its file is removed.
+    """
+
+    id: str
+    path: Path
+    held_bytes: int  # of the file
+    stored_bytes: int  # in the store
+    load: Loader
+    settle: Callable[[str | None], None]
+
+
+def stored_bytes(num_tokens: int, num_final: int, meta: StoreMeta) -> int:
+    """Bytes of a sample's arrays in the store; `num_final` rows keep a final state."""
+    row = bytes_per_row(meta.hidden_size, meta.codec)
+    return num_tokens * INDEX_BYTES_PER_TOKEN + (num_tokens * len(meta.aux_layers) + num_final) * row
 
 
 def select_rows(states: torch.Tensor, wanted: np.ndarray) -> torch.Tensor:

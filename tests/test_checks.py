@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
 import os
 import socket
 import stat
 import sys
 import tempfile
+import typing
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,9 +52,43 @@ def test_a_taken_port_is_refused_with_pid_and_command(listener):
         checks.check_port(listener)
 
 
-def test_port_zero_means_a_free_one_that_sglang_can_use():
+def test_port_zero_means_a_free_one_that_no_connection_is_given():
     ports = [checks.check_port(0) for _ in range(50)]
-    assert checks.port_is_free(ports[-1]) and max(ports) + 10000 <= 65535
+    assert checks.port_is_free(ports[-1]) and min(ports) >= 20_000 and max(ports) + 239 < 32_768
+
+
+def test_the_ports_that_attention_data_parallelism_adds_must_be_free_too(listener):
+    base = listener - 236
+    assert checks.check_port(base) == base
+    with pytest.raises(UserError, match=rf"port {listener} is taken by pid {os.getpid()} .*takes it beside {base}"):
+        checks.check_port(base, attention_data_parallel=True)
+
+
+def test_a_free_port_is_one_whose_derived_ports_are_free(listener, monkeypatch):
+    candidates = [listener, listener - 235, listener - 13, listener + 300]
+    monkeypatch.setattr(checks.random, "SystemRandom", lambda: SimpleNamespace(sample=lambda *_: candidates))
+    assert checks.check_port(0, attention_data_parallel=True) == listener + 300
+    assert checks.check_port(0) == listener - 235
+
+
+def test_the_derived_ports_are_those_of_sglang():
+    """Its own `PortArgs`, read from the source: to import the module takes ten seconds."""
+    source = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt" / "server_args.py"
+    names = ("ZMQ_TCP_PORT_DELTA", "DP_ATTENTION_HANDSHAKE_PORT_DELTA", "PortArgs")
+    nodes = [
+        node for node in ast.parse(source.read_text()).body
+        if getattr(node, "name", None) in names or getattr(getattr(node, "targets", [None])[0], "id", None) in names
+    ]  # fmt: skip
+    space = vars(typing) | {"dataclasses": dataclasses, "uuid": uuid}
+    space["wait_port_available"] = lambda _port, _name: None
+    space["NetworkAddress"] = lambda _host, port: SimpleNamespace(host="", port=port, to_tcp=lambda: port)
+    exec(compile(ast.Module(nodes, []), "<sglang>", "exec", flags=annotations.compiler_flag), space)
+    arguments = SimpleNamespace(
+        port=20_000, nccl_port=40_000, tokenizer_worker_num=1, enable_dp_attention=True, nnodes=1, dist_init_addr=None
+    )
+    taken = {value for value in vars(space["PortArgs"].init_new(arguments)).values() if isinstance(value, int)}
+    taken |= {20_000 + delta for delta in (0, space["ZMQ_TCP_PORT_DELTA"], space["DP_ATTENTION_HANDSHAKE_PORT_DELTA"])}
+    assert taken - {40_000} == set(checks.ports_of(20_000, attention_data_parallel=True))
 
 
 def test_a_port_too_high_for_sglangs_grpc_port_is_refused():

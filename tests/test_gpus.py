@@ -50,7 +50,7 @@ def test_no_gpu_is_visible_where_none_may_be(nvidia_smi, monkeypatch, visible):
 
 def test_without_gpus_nothing_is_missing(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert gpus.free_bytes() == [] and gpus.memory_not_returned([]) is None
+    assert gpus.usage() == ([], {}) and gpus.memory_not_returned(gpus.usage()) is None
 
 
 def test_memory_that_comes_back_is_waited_for(nvidia_smi, monkeypatch):
@@ -59,12 +59,29 @@ def test_memory_that_comes_back_is_waited_for(nvidia_smi, monkeypatch):
     timer = threading.Timer(0.2, nvidia_smi, args=([79_900, 80_000],))
     timer.start()
     started = time.monotonic()
-    assert gpus.memory_not_returned([80_000 << 20, 80_000 << 20]) is None
+    assert gpus.memory_not_returned(before()) is None
     assert time.monotonic() - started >= 0.15
     timer.join()
 
 
 def test_memory_that_stays_away_is_named_with_its_gpu_and_who_is_there(nvidia_smi):
-    nvidia_smi([80_000, 40_000], "4711, 39000\n")
-    problem = gpus.memory_not_returned([80_000 << 20, 80_000 << 20], wait_seconds=0)
-    assert "39.1 GiB of GPU 1" in problem and "GPU 0" not in problem and "pid 4711 (39000 MiB)" in problem
+    nvidia_smi([80_000, 40_000], "4711, 20000\n12, [N/A]\n")
+    problem = gpus.memory_not_returned(before({4711: 19_000}), wait_seconds=0)
+    assert "39.1 GiB of GPU 1" in problem and "GPU 0" not in problem and "pid 4711 (20000 MiB)" in problem
+
+
+def test_memory_that_others_took_meanwhile_is_none_of_ours(nvidia_smi):
+    """One that was there grew by 10,000 MiB, one on both GPUs is new."""
+    nvidia_smi([74_900, 60_000], "4711, 29000\n4712, 10000\n4712, 5000\n")
+    assert gpus.memory_not_returned(before({4711: 19_000}), wait_seconds=0) is None
+    assert "19.5 GiB of GPU 1" in gpus.memory_not_returned(before({4711: 29_000}), wait_seconds=0)
+
+
+def test_a_difference_of_less_than_a_gibibyte_is_nothing(nvidia_smi):
+    nvidia_smi([80_000 - 1_000, 80_000 - 1_000])
+    assert gpus.memory_not_returned(before(), wait_seconds=0) is None
+
+
+def before(held: dict[int, int] = {}) -> gpus.Usage:  # noqa: B006
+    """80,000 MiB free on both; what each process held, in MiB."""
+    return gpus.Usage([80_000 << 20, 80_000 << 20], {pid: mebibytes << 20 for pid, mebibytes in held.items()})

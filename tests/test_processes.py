@@ -48,10 +48,10 @@ def test_a_group_is_stopped_with_its_stubborn_children(monkeypatch):
 def test_an_orphan_of_ours_is_stopped_and_forgotten(tmp_path):
     orphan = start("import time; print(flush=True); time.sleep(600)", **{processes.NONCE_VARIABLE: "abc"})
     orphan.stdout.readline()
-    processes.remember(tmp_path, orphan.pid, "abc", ["python"])
+    processes.remember(tmp_path, orphan.pid, "abc", ["python", "-m", "sglang.launch_server"])
     path = tmp_path / f"server-{orphan.pid}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"launcher_started": 1.0}))  # its launcher is dead
-    assert processes.stop_orphans(tmp_path) == [orphan.pid]
+    assert processes.stop_orphans(tmp_path) == [f"pid {orphan.pid} (python -m sglang.launch_server)"]
     assert orphan.wait(10) is not None and not path.exists()
 
 

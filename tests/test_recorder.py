@@ -33,6 +33,7 @@ def test_chunks_are_joined_whatever_the_split(run):
     run.forward([(two, 3, 3)])
     assert_is_whole(run.dump("hs-1"), 1, 9)
     assert_is_whole(run.dump("hs-2"), 2, 6)
+    assert run.dump("hs-1").metadata["pieces"] == "[4, 2, 3]" and run.dump("hs-2").metadata["pieces"] == "[1, 2, 3]"
 
 
 def test_ordinary_requests_in_the_batch_leave_nothing(run):
@@ -56,6 +57,7 @@ def test_a_retracted_request_is_taken_from_its_second_prefill(run):
     run.forward([(req, 0, 2)])
     run.forward([(req, 2, 4)])
     assert_is_whole(run.dump("hs-3"), 3, 6)
+    assert run.dump("hs-3").metadata["pieces"] == "[2, 4]"
 
 
 def test_a_request_retracted_after_its_dump_is_not_dumped_again(run):
@@ -87,6 +89,17 @@ def test_an_aborted_request_gives_its_memory_back(run):
     time.sleep(0.05)
     assert run.staging._in_use_bytes == 0
     assert [path.name for path in run.folder.iterdir()] == ["hs-6.safetensors"]
+
+
+def test_an_aborted_request_that_the_server_still_holds_does_not_fill_staging(tmp_path):
+    """The scheduler waits for room inside a batch; what it let go of before that batch must not be in its way."""
+    run = FakeRun(tmp_path, max_bytes=200_000, wait_seconds=0.2)
+    aborted, taken, other = request("hs-5", 1500), request("hs-6", 2), request("hs-7", 1000)  # 156 and 104 kB
+    run.forward([(aborted, 0, 10)])
+    aborted.finished_reason = "abort"
+    run.forward([(taken, 0, 2), (other, 0, 1000)])
+    assert_is_whole(run.dump("hs-7"), 7, 1000)
+    assert run.recorder.problem(other) is None and "aborted" in run.recorder.problem(aborted)
 
 
 def test_a_request_with_missing_rows_has_a_problem(run):

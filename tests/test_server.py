@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import capture_faults
@@ -26,23 +28,29 @@ from eagle3_utils.target import load_target
 pytestmark = pytest.mark.server
 
 CHUNK = 192  # small, so that most batches are split
-CONTEXT = 700
-MAX_BYTES = 4 << 20  # staging: 1.5 of the longest dumps (4,616 bytes a token)
-FLAGS = ["--enable-mixed-chunk", "--context-length", str(CONTEXT)]
+LIMIT = 690  # the model's own longest sequence, and `max_seq_len`
+MAX_BYTES = 4 << 20  # staging: 1.3 of the longest dumps (4,616 bytes a token)
 
 
 @pytest.fixture(scope="module")
-def target(example_target):
-    return load_target(str(example_target))
+def target(example_target, tmp_path_factory):
+    """The example target, but made for shorter sequences, so that one of the full length takes two seconds."""
+    folder = tmp_path_factory.mktemp("model")
+    for path in example_target.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": LIMIT}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_target(str(folder))
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     return ProbeConfig(
-        run_dir=str(run), model="example", device="cpu", max_seq_len=256, chunked_prefill_size=CHUNK,
+        run_dir=str(run), model="example", device="cpu", max_seq_len=LIMIT, chunked_prefill_size=CHUNK,
         num_probe_samples=3, num_concurrent=6, num_pilot_samples=6, staging_max_bytes=MAX_BYTES,
-        extra_server_args=FLAGS,
+        extra_server_args=["--enable-mixed-chunk"],
     )  # fmt: skip
 
 
@@ -128,6 +136,8 @@ def test_the_probe_passes(server, target, config, records):
     report = run_probe(server, target, config, records)
     assert report.passed, report.table().to_string()
     assert [row["found_boundary"] for row in report.layers] == [2, 15, 27, 30]
+    detail = next(gate.detail for gate in report.gates if gate.name == "invariance")
+    assert "in pieces" in detail and "the longest sample cut" in detail, "it is longer than a chunk"
 
 
 def test_layers_shifted_by_one_are_caught(server, target, config, records, fault):
@@ -162,7 +172,7 @@ def test_a_stale_dump_that_appears_under_a_running_server_is_caught(server, targ
 
 
 def test_a_corpus_longer_than_max_seq_len_is_caught(server, target, config, texts):
-    examined = trials(server, target, config, [record(texts[:257])])
+    examined = trials(server, target, config, [record(texts[: LIMIT + 1])])
     examined.capacity()
     assert failed(examined) == ["capacity"]
 
@@ -197,10 +207,15 @@ def test_chunks_batches_decoding_and_ordinary_traffic_together(server, texts, ta
     assert [path.name for path in server.dump_dir.iterdir()] == ["handshake.json"]
 
 
-def test_a_request_about_as_long_as_the_server_takes(server, texts, target):
-    ids = texts[: CONTEXT - 10]
+def test_a_request_as_long_as_the_model_takes_and_one_too_long(server, texts, target):
+    """SGLang keeps positions for tokens it might generate; the longest sample needs them."""
+    ids = texts[:LIMIT]
+    assert target.max_position_embeddings == len(ids)
     dump, _ = server.client.capture(ids, "hs-longest")
     assert gates.content_problem(dump, ids, 3, target, torch.bfloat16) is None
+    with pytest.raises(DumpError, match="exceeds the maximum allowed length"):
+        server.client.generate(texts[: LIMIT + 12], rid="hs-too-long")
+    assert [path.name for path in server.dump_dir.iterdir()] == ["handshake.json"]
 
 
 def test_the_same_id_and_the_same_prompt_twice(server, texts):
@@ -215,23 +230,23 @@ def test_with_and_without_log_probabilities_the_states_are_the_same(server, text
     assert torch.equal(plain.final, scored.final) and torch.equal(plain.aux, scored.aux)
 
 
-def test_an_aborted_request_leaves_nothing_and_hurts_nobody(server, texts):
-    thread = threading.Thread(target=_generate_or_fail, args=(server, texts[:690], "hs-abort"))
-    thread.start()
-    time.sleep(0.3)
-    httpx.post(f"{server.url}/abort_request", json={"rid": "hs-abort"}, timeout=30)
-    thread.join()
-    for i in range(2):
-        server.client.capture(texts[:200], f"hs-after-{i}")
-    (server.dump_dir / "hs-abort.safetensors").unlink(missing_ok=True)  # it may have been quicker than the abort
+def test_a_request_aborted_midway_leaves_no_half_dump_and_hurts_nobody(server, texts, target):
+    """It is in the first of its four pieces when it is aborted, and others come to share its batches."""
+    others = {"hs-beside-0": texts[300:500], "hs-beside-1": texts[500:560]}
+    before = {rid: server.client.capture(ids, f"{rid}-before")[0] for rid, ids in others.items()}
+    log_length, deadline = len(server.log_path.read_text()), time.monotonic() + 30
+    with ThreadPoolExecutor(1) as pool:
+        aborted = pool.submit(server.client.generate, texts[:LIMIT], rid="hs-abort")
+        while f"#pending-token: {LIMIT - CHUNK}," not in server.log_path.read_text()[log_length:]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        httpx.post(f"{server.url}/abort_request", json={"rid": "hs-abort"}, timeout=30)
+        dumps = server.client.capture_many(others.items(), 2)
+        assert aborted.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    for rid, ids in others.items():
+        assert gates.content_problem(dumps[rid], ids, 3, target, torch.bfloat16) is None
+        assert gates.likeness(dumps[rid], before[rid]).mean > 0.999
     assert [path.name for path in server.dump_dir.iterdir()] == ["handshake.json"]
-
-
-def _generate_or_fail(server, ids: list[int], rid: str) -> None:
-    try:
-        server.client.generate(ids, rid=rid)
-    except (DumpError, httpx.HTTPError):
-        return
 
 
 # --- staging and failures --------------------------------------------------------------------------------------------

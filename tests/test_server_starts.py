@@ -56,7 +56,7 @@ def test_a_foreign_server_that_takes_the_port_meanwhile_is_not_taken_for_ours(ti
     """It says everything right: the model's name, and 200 to every question about health. It is another process."""
     with FakeSGLang(None, tiny, tmp_path, [2, 4]) as impostor:
         port = int(impostor.url.rsplit(":", 1)[1])
-        monkeypatch.setattr(checks, "check_port", lambda _port: port)  # it came after the check
+        monkeypatch.setattr(checks, "check_port", lambda *_: port)  # it came after the check
         server = Server(config, tiny, tmp_path / "server.log", tmp_path)
         monkeypatch.setattr(checks, "wait_for_port", lambda _port: None)
         with pytest.raises(UserError, match=rf"something else answers on port {port}: pid \d+"), server:
@@ -78,6 +78,7 @@ def test_a_radix_cache_that_is_on_all_the_same_fails_invariance(tiny, config, tm
     environment = capture_environment(tmp_path, "allow_unsafe")
     with Server(config, tiny, tmp_path / "server.log", tmp_path, environment=environment) as server:
         attached = AttachedServer(server.url, tmp_path / "dumps", tiny, CaptureSpec([1, 3], tmp_path / "dumps"))
+        assert len(attached.handshake["nonce"]) == 16, "none was given: it made one"
         examined = trials(attached, tiny, config, [record(list(range(100, 150)))])
         examined.invariance()
         attached.client.close()

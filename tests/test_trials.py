@@ -97,3 +97,25 @@ def test_the_batch_of_the_invariance_gate_holds_others_among_the_copies(examined
     batch = examined._batch_of(ids, 8)
     assert [sequence == ids for _, sequence in batch] == [True, False, False, False] * 2
     assert all(sorted(sequence) == ids for _, sequence in batch) and len({rid for rid, _ in batch}) == 8
+
+
+def test_states_that_depend_on_where_a_prompt_is_cut_fail_invariance(fake, examined):
+    """The longest sample (22 tokens) and the same without its last one, each said to have come in two pieces."""
+
+    def judge():
+        examined.capacity()
+        examined.invariance()
+        return examined.gates[-1]
+
+    assert judge().passed and "nothing was cut into pieces" in judge().detail
+    fake.cut_rids = "full"
+    gate = judge()
+    assert gate.passed and "the longest sample cut 2 ways: [3, 19], [3, 18]" in gate.detail
+    fake.noise, fake.noisy_rids = 1.0, "full"
+    assert not judge().passed
+
+
+def test_pieces_cut_as_those_of_the_sample_alone_show_nothing(fake, examined):
+    fake.cut_rids = "hs-probe"
+    examined.capacity()
+    assert list(examined._cut_otherwise()) == ["[3, 18]"]

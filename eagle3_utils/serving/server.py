@@ -26,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.serving.client import Client
-from eagle3_utils.serving.launch import checks, gpus, processes
-from eagle3_utils.serving.launch.flags import LONGER_CONTEXT_VARIABLE, longer_context, resolve_device, server_command
+from eagle3_utils.serving.launch import checks, flags, gpus, processes
 from eagle3_utils.serving.launch.identity import check_handshake, check_model_name, last_error
 from eagle3_utils.serving.launch.plugin_folder import make_plugin_folder
 from eagle3_utils.serving.spec import CaptureSpec, capture_spec
@@ -97,7 +95,7 @@ class Server(RunningServer):
         self.ready_seconds = 0.0
         self.command: list[str] = []
         self._environment = environment or {}
-        self._gpu_bytes_before: list[int] = []
+        self._gpus_before = gpus.Usage([], {})
         self._process: subprocess.Popen | None = None
         self._guard: subprocess.Popen | None = None
         self._plugin_folder: tempfile.TemporaryDirectory | None = None
@@ -118,15 +116,15 @@ class Server(RunningServer):
         self.run_folder.mkdir(parents=True, exist_ok=True)
         checks.check_disk(self.run_folder)
         for orphan in processes.stop_orphans(self.run_folder):
-            logger.warning("stopped a server that an earlier run left behind: pid %d", orphan)
+            logger.warning("stopped a server that an earlier start from this folder left behind: %s", orphan)
         weight_bytes = checks.check_model(self.target.path)
-        device = resolve_device(self.options)
+        device = flags.resolve_device(self.options)
         checks.check_memory(weight_bytes, device, checks.num_gpus_of(self.options))
-        self._gpu_bytes_before = gpus.free_bytes() if device == "cuda" else []
+        self._gpus_before = gpus.usage() if device == "cuda" else gpus.Usage([], {})
         environment = self._prepare_environment(device)
-        port = checks.check_port(self.options.port)
+        port = checks.check_port(self.options.port, flags.attention_data_parallel(self.options))
         self.url = f"http://127.0.0.1:{port}"
-        self.command = server_command(
+        self.command = flags.server_command(
             self.python, self.options, self.target, port, self.capture is not None, self.extra_args
         )
         self._launch(environment)
@@ -144,7 +142,7 @@ class Server(RunningServer):
         if self._process is not None:
             processes.stop_group(self._process)
             port = int(self.url.rsplit(":", 1)[1])
-            holder, missing = checks.wait_for_port(port), gpus.memory_not_returned(self._gpu_bytes_before)
+            holder, missing = checks.wait_for_port(port), gpus.memory_not_returned(self._gpus_before)
             if holder:
                 logger.warning("port %d is still held by %s", port, holder)
             if missing:
@@ -181,8 +179,8 @@ class Server(RunningServer):
             "SGLANG_HS_MAX_BYTES": str(self.capture.max_bytes),
             "SGLANG_HS_NONCE": self.nonce,
         } | self._environment
-        if longer_context(self.options, self.target):
-            environment[LONGER_CONTEXT_VARIABLE] = "1"
+        if flags.longer_context(self.options, self.target):
+            environment[flags.LONGER_CONTEXT_VARIABLE] = "1"
         if environment.get("SGLANG_PLUGINS"):
             environment["SGLANG_PLUGINS"] += f",{checks.PLUGIN_NAME}"
         if not interpreter.plugin:
@@ -271,8 +269,7 @@ class AttachedServer(RunningServer):
             raise UserError("a server that captures needs its dump folder", "server_dump_dirs")
         self.handshake = check_handshake(self.dump_dir, capture, target, nonce=None)
         self.pid = self.handshake["pid"]
-        if not psutil.pid_exists(self.pid):
-            raise UserError(f"the handshake is a dead server's (pid {self.pid})", str(self.dump_dir))
+        processes.check_answers(self.url, self.pid, self.dump_dir)
 
 
 @contextmanager

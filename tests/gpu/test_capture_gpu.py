@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
-from capture_fakes import FakeRun, L
+from capture_fakes import FakeRun, L, request
 
 from eagle3_utils.serving.capture.recorder import Forward, Recorder, boundaries_json
 from eagle3_utils.serving.capture.staging import Staging
@@ -40,7 +39,7 @@ def test_bits_are_right_while_later_forwards_overwrite_every_buffer(run):
     forward_stream.wait_stream(torch.cuda.current_stream())
     requests = []
     for number in range(PASSES):
-        pair = [SimpleNamespace(rid=f"hs-{number}-{i}", origin_input_ids=[0] * half) for i in range(2)]
+        pair = [request(f"hs-{number}-{i}", half) for i in range(2)]
         requests.append(pair)
         with torch.cuda.stream(forward_stream):
             torch.cuda._sleep(2_000_000)  # a millisecond: the host is ahead of the device
@@ -65,7 +64,7 @@ def test_device_memory_of_finished_passes_comes_back(run):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for number in range(10):
-        req = SimpleNamespace(rid=f"hs-{number}", origin_input_ids=[0] * TOKENS)
+        req = request(f"hs-{number}", TOKENS)
         tensor = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
         run.recorder.begin([req])
         ids = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")

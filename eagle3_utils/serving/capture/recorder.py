@@ -75,13 +75,15 @@ class Recorder:
 
     def begin(self, requests: list) -> None:
         """Before a forward: give each wanted request its rows, which live as long as the request object does."""
+        for rows in list(self._rows.values()):
+            rows.drop_if_aborted()
         wanted = []
         for request in requests:
             if not request.rid.startswith(RID_PREFIX) or getattr(request, "to_finish", None) is not None:
                 continue  # an ordinary request, or one already refused, whose prompt SGLang has replaced by a stub
             rows = getattr(request, "hs_rows", None)
             if rows is None:
-                rows = request.hs_rows = RequestRows(request.rid, len(request.origin_input_ids))
+                rows = request.hs_rows = RequestRows(request)
                 self._rows[request.rid] = rows
                 if not _SAFE_RID.fullmatch(request.rid):
                     rows.error = "a rid may hold letters, digits, dot, dash and underscore, at most 200"
@@ -111,8 +113,11 @@ class Recorder:
                 continue
             ready = self.transfer.copy(held, rows, piece)
             rows.num_filled = max(rows.num_filled, piece.position + piece.stop - piece.start)
+            if piece.position == 0:
+                rows.pieces = []  # retracted: from the start again
+            rows.pieces.append(piece.stop - piece.start)
             if rows.complete:
-                own = {"rid": rows.rid, "num_tokens": str(rows.num_tokens)}
+                own = {"rid": rows.rid, "num_tokens": str(rows.num_tokens), "pieces": json.dumps(rows.pieces)}
                 self.writer.submit(rows, self.metadata | own, ready)
         self.transfer.keep(held)
 

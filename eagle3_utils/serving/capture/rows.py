@@ -10,6 +10,7 @@ import json
 import math
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,9 +51,11 @@ def place(row: int, prefix: int, extend: int, num_tokens: int, num_filled: int) 
 class RequestRows:
     """One request's dump while it fills: `input_ids` [T], `aux` [T, L, H], `final` [T, H], views of one host slab."""
 
-    def __init__(self, rid: str, num_tokens: int):
-        self.rid, self.num_tokens = rid, num_tokens
+    def __init__(self, request: Any):
+        self.rid, self.num_tokens = request.rid, len(request.origin_input_ids)
+        self._request = weakref.ref(request)  # which holds these rows
         self.num_filled = 0
+        self.pieces: list[int] = []  # lengths, as they came
         self.error: str | None = None
         self.submitted = False
         self.num_bytes = 0
@@ -80,6 +83,13 @@ class RequestRows:
             offset += sizes[name]
         self._abandon = weakref.finalize(self, staging.abandon, slab)
         self._abandon.atexit = False
+
+    def drop_if_aborted(self) -> None:
+        """Give the slab back as soon as the request is over: SGLang may hold on to it for another batch."""
+        over = getattr(self._request(), "finished_reason", None) is not None
+        if over and self.slab is not None and not self.submitted:
+            self._abandon()
+            self.slab, self.views, self.error = None, {}, "aborted"
 
     def hand_over(self) -> torch.Tensor:
         """The slab, now the writer's: it no longer returns to the pool when the request is dropped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -32,6 +33,8 @@ _LEAST_DISK_BYTES = 100 << 20
 _FASTEST_START_SECONDS = 3.0  # Python and SGLang's imports alone take longer
 _FASTEST_LOAD_BYTES_PER_SECOND = 20e9  # several GPUs, from the page cache
 HIGHEST_PORT = 65535 - 10000  # SGLang's gRPC port is its port + 10000 (server_args.py)
+_OWN_PORTS = range(20_000, 30_000)  # below those that systems give to connections and to whoever asks for any port
+_ATTENTION_DATA_PARALLEL_PORTS = (13, *range(233, 240))  # further ones (`PortArgs`, data_parallel_controller.py)
 
 
 @dataclass(frozen=True)
@@ -107,28 +110,34 @@ def wait_for_port(port: int, seconds: float = 10.0) -> str | None:
     return None
 
 
-def _free_port() -> int:
-    """A free port that SGLang can use; the system's own choice may lie too high."""
-    for _ in range(1000):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            if probe.getsockname()[1] <= HIGHEST_PORT:
-                return probe.getsockname()[1]
-    raise UserError(f"the system offers no free port up to {HIGHEST_PORT}", "port: 0", "name a free one")
+def ports_of(port: int, attention_data_parallel: bool = False) -> list[int]:
+    """Every port an SGLang server derives from its own; the one for NCCL it chooses itself."""
+    return [port, *(port + delta for delta in _ATTENTION_DATA_PARALLEL_PORTS if attention_data_parallel)]
 
 
-def check_port(port: int) -> int:
-    """The port to use: the one asked for if it is free, any free one for 0.
+def _taken_port(ports: list[int]) -> int | None:
+    """The first of a server's ports that cannot be bound; SGLang wants the derived ones free on every interface."""
+    return next((port for port in ports if not port_is_free(port, "127.0.0.1" if port == ports[0] else "")), None)
+
+
+def check_port(port: int, attention_data_parallel: bool = False) -> int:
+    """The port to use: the one asked for if it and those derived from it are free, any such one for 0.
 
     Raises `UserError` when SGLang cannot use it, or naming who holds it.
     """
     if port == 0:
-        return _free_port()
+        for candidate in random.SystemRandom().sample(_OWN_PORTS, 1000):
+            if _taken_port(ports_of(candidate, attention_data_parallel)) is None:
+                return candidate
+        raise UserError(f"no port of {_OWN_PORTS[0]}…{_OWN_PORTS[-1]} is free", "port: 0", "name a free one")
     if port > HIGHEST_PORT:
         raise UserError(f"port {port} is above {HIGHEST_PORT}: SGLang adds 10000 for its gRPC port", "port")
-    if not port_is_free(port):
-        holder = port_holder(port) or "a process that cannot be seen"
-        raise UserError(f"port {port} is taken by {holder}", f"port: {port}", "stop it, or set port: 0 for a free one")
+    taken = _taken_port(ports_of(port, attention_data_parallel))
+    if taken is not None:
+        holder = port_holder(taken) or "a process that cannot be seen"
+        derived = "" if taken == port else f" (with attention data parallelism SGLang takes it beside {port})"
+        fix = "stop it, or set port: 0 for a free one"
+        raise UserError(f"port {taken} is taken by {holder}{derived}", f"port: {port}", fix)
     return port
 
 

@@ -53,6 +53,11 @@ def cpu_has_bf16_units() -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
+def attention_data_parallel(options: ServingOptions) -> bool:
+    """Whether the data-parallel groups share the tensor-parallel ranks, instead of being copies of the whole model."""
+    return options.dp_size > 1 and options.tp_size > 1
+
+
 def server_command(
     python: str, options: ServingOptions, target: Target, port: int, extracting: bool, extra: list[str] = ()
 ) -> list[str]:
@@ -71,7 +76,7 @@ def server_command(
         command += ["--ep-size", str(options.ep_size)]
     if options.dp_size > 1:
         command += ["--dp-size", str(options.dp_size)]
-        if options.tp_size > 1:
+        if attention_data_parallel(options):
             command += ["--enable-dp-attention"]
     for flag, value in (
         ("--mem-fraction-static", options.mem_fraction_static),

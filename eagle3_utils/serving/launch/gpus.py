@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import time
+from typing import NamedTuple
 
-_TOLERANCE_BYTES = 256 << 20  # driver bookkeeping, a display
+_TOLERANCE_BYTES = 1 << 30  # driver bookkeeping, a display, contexts of others that come and go
 _POLL_SECONDS = 0.5
 
 
@@ -16,26 +17,41 @@ def free_bytes() -> list[int]:
     return [int(line) << 20 for line in _ask("--query-gpu=memory.free") if line.isdigit()]
 
 
-def processes_on_gpus() -> list[str]:
-    """Processes that hold GPU memory, as "pid 123 (456 MiB)". In a container the pids may be the host's."""
-    rows = [line.split(", ") for line in _ask("--query-compute-apps=pid,used_memory")]
-    return [f"pid {row[0]} ({row[1]} MiB)" for row in rows if len(row) == 2]
+class Usage(NamedTuple):
+    """Bytes at one moment: `free` of each GPU, `held` by each process (in a container the pids may be the host's)."""
+
+    free: list[int]
+    held: dict[int, int]
 
 
-def memory_not_returned(before: list[int], wait_seconds: float = 20.0) -> str | None:
+def usage() -> Usage:
+    """What is free on the visible GPUs now, and who holds the rest as far as nvidia-smi names them."""
+    held: dict[int, int] = {}
+    for line in _ask("--query-compute-apps=pid,used_memory"):
+        pid, _, mebibytes = line.partition(", ")
+        if pid.isdigit() and mebibytes.isdigit():
+            held[int(pid)] = held.get(int(pid), 0) + (int(mebibytes) << 20)
+    return Usage(free_bytes(), held)
+
+
+def memory_not_returned(before: Usage, wait_seconds: float = 20.0) -> str | None:
     """None once every GPU has as much free memory as it had `before`; else a line that says what is missing.
 
-    The driver gives memory back a moment after a process has ended, so this waits for it.
+    Our processes have ended when this is asked, so what a listed process took since `before` is not ours: nothing is
+    said where that explains the difference. The driver gives memory back a moment after an end, so this waits for it.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
-        missing = [had - has for had, has in zip(before, free_bytes(), strict=False)]
-        held = [f"{n / 2**30:.1f} GiB of GPU {i}" for i, n in enumerate(missing) if n > _TOLERANCE_BYTES]
-        if not held:
+        now = usage()
+        missing = [had - has for had, has in zip(before.free, now.free, strict=False)]
+        gone = {f"GPU {i}": n for i, n in enumerate(missing) if n > _TOLERANCE_BYTES}
+        taken = sum(max(0, bytes_now - before.held.get(pid, 0)) for pid, bytes_now in now.held.items())
+        if sum(gone.values()) - taken <= _TOLERANCE_BYTES:
             return None
         if time.monotonic() > deadline:
-            others = ", ".join(processes_on_gpus()) or "no process is listed"
-            return f"{', '.join(held)} free before the start are not free after the stop; on the GPUs: {others}"
+            told = ", ".join(f"{n / 2**30:.1f} GiB of {name}" for name, n in gone.items())
+            others = ", ".join(f"pid {pid} ({n >> 20} MiB)" for pid, n in now.held.items()) or "no process is listed"
+            return f"{told} free before the start are not free after the stop; on the GPUs: {others}"
         time.sleep(_POLL_SECONDS)
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -107,8 +108,8 @@ def forget(folder: Path, pid: int | None) -> None:
         (folder / f"server-{pid}.json").unlink(missing_ok=True)
 
 
-def stop_orphans(folder: Path) -> list[int]:
-    """Stop servers that an earlier process of this run folder launched and did not outlive; their pids.
+def stop_orphans(folder: Path) -> list[str]:
+    """Stop servers that an earlier process of this run folder launched and did not outlive; each as "pid 1 (command)".
 
     A process counts only when its environment still carries the nonce of the pid file and its launcher is dead.
     """
@@ -124,7 +125,7 @@ def stop_orphans(folder: Path) -> list[int]:
             continue
         if is_ours:
             stop_group(process)
-            stopped.append(facts["pid"])
+            stopped.append(f"pid {facts['pid']} ({' '.join(facts['command'])[:120]})")
         path.unlink(missing_ok=True)
     return stopped
 
@@ -136,18 +137,36 @@ def _launcher_lives(facts: dict) -> bool:
         return False
 
 
-def check_listener(port: int, group: int) -> None:
-    """Raise `UserError` when the process that listens on the port is not one of the server's."""
-    own = {process.pid for process in group_members(group)}
-    listeners = {
+def _listeners(port: int) -> set[int]:
+    """Pids of the processes that listen on a local port, as far as they can be seen."""
+    return {
         connection.pid
         for connection in psutil.net_connections("tcp")
         if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-    }
-    if listeners - own - {None}:
+    } - {None}
+
+
+def check_listener(port: int, group: int) -> None:
+    """Raise `UserError` when the process that listens on the port is not one of the server's."""
+    if _listeners(port) - {process.pid for process in group_members(group)}:
         raise UserError(
             f"something else answers on port {port}: {port_holder(port)}", "port", "stop it, or set port: 0"
         )
+
+
+def check_answers(url: str, pid: int, dump_dir: Path) -> None:
+    """Raise `UserError` unless a handshake's process lives and descends from what listens at a server's local url."""
+    try:
+        family = {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+    except psutil.NoSuchProcess:
+        raise UserError(f"the handshake is a dead server's (pid {pid})", str(dump_dir)) from None
+    address = urlsplit(url)
+    listeners = _listeners(address.port) if address.hostname in ("127.0.0.1", "localhost", "::1") else set()
+    if listeners and not listeners & family:
+        raise UserError(
+            f"the handshake is of pid {pid}, but {url} is answered by {port_holder(address.port)}", str(dump_dir),
+            "was the server restarted? each server needs its own SGLANG_HS_DUMP_DIR",
+        )  # fmt: skip
 
 
 def check_member(pid: int, group: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ _LAYER_PROBE_TOKENS = 256  # of one sample, for the comparison with the referenc
 _DENSE = Likeness(mean=0.99, low=0.9, stray=0.0)  # noise of another batch stays within
 _MIXTURE = Likeness(mean=0.99, low=0.5, stray=0.01)  # some tokens change an expert with the batch they are in
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_MOST_CUTS = 4  # compared: a large target's states of one sample take gigabytes in float32
 _CPU_FULL_BATCH_TOKENS = 4096  # on a CPU a full batch of the longest sample would take minutes
 
 
@@ -52,6 +54,8 @@ class Trials:
         self.layer_cosines: dict[str, list[float]] = {}  # captured tensor → cosine with each boundary
         self.pilot: dict[str, Any] = {}
         self.dumps: dict[str, Dump] = {}
+        self.longest_alone: Dump | None = None
+        self.longest_in_batch: list[Dump] = []  # whole, or without its last token
         self.boundaries: list[int] = server.handshake["boundaries"]
         self.dtype = getattr(torch, server.handshake["dtype"])
         self._number = 0
@@ -198,7 +202,7 @@ class Trials:
             self.layer_cosines = {row["tensor"]: line for row, line in zip(found, cosines.tolist(), strict=True)}
 
     def invariance(self) -> None:
-        """One sequence alone, twice in a row, inside a full batch of others, and chunked: the same states."""
+        """One sequence alone, twice in a row, inside a full batch of others, and in pieces: the same states."""
         ids = list(self.samples[0].input_ids)
         limits = _MIXTURE if any(self.target.text_config.get(key) for key in _EXPERT_KEYS) else _DENSE
         wanted = f"≥ {limits.mean}, ≥ {limits.low}, ≤ {limits.stray:.0%}"
@@ -222,8 +226,10 @@ class Trials:
         except DumpError as error:
             self.add(Gate("invariance", "a request failed", wanted, False, str(error)))
             return
-        chunk = self.server.handshake["chunked_prefill_size"]
-        split = "chunks were split" if chunk and 0 < chunk < len(ids) * count else "too short to be chunked"
+        cut = self._cut_otherwise()
+        if cut:
+            figures["in pieces"] = Likeness.worst(cut.values())
+        split = f"the longest sample cut {len(cut)} ways: {', '.join(cut)}" if cut else "nothing was cut into pieces"
         detail = ", ".join(f"{name} {figure.mean:.5f}" for name, figure in figures.items())
         worst = Likeness.worst(figures.values())
         measured = f"cosine ≥ {worst.mean:.5f} in the mean, {worst.low:.5f} at 1 %, {worst.stray:.2%} stray rows"
@@ -236,6 +242,16 @@ class Trials:
             kind, sequence = ("batch", ids) if number % 4 == 0 else ("neighbour", rng.sample(ids, len(ids)))
             batch.append((self.rid(kind), sequence))
         return batch
+
+    def _cut_otherwise(self) -> dict[str, Likeness]:
+        """Copies of the longest sample that chunked prefill cut at other places than the one alone, by their pieces."""
+        alone, found = self.longest_alone, {}
+        for dump in self.longest_in_batch:
+            pieces = dump.metadata.get("pieces", "")  # of an older capture in a user's server: unknown
+            if "," in pieces and pieces not in (alone.metadata["pieces"], *found) and len(found) < _MOST_CUTS:
+                rows = len(dump.final)  # a causal model: what follows does not matter
+                found[pieces] = likeness(dump, replace(alone, aux=alone.aux[:rows], final=alone.final[:rows]))
+        return found
 
     def capacity(self) -> None:
         """The longest sample of the corpus, then as many of them at once as fit the server's running batch."""
@@ -252,8 +268,9 @@ class Trials:
         try:
             dump, _ = self.client.capture(longest, self.rid("longest"))
             problem = gates.content_problem(dump, longest, len(self.boundaries), self.target, self.dtype)
-            batch = [(self.rid("full"), longest) for _ in range(count)]
-            self.client.capture_many(batch, count)
+            # Of two lengths, or a chunk size that is a multiple of the one would never cut any of them.
+            batch = [(self.rid("full"), longest[: len(longest) - number % 2] or longest) for number in range(count)]
+            self.longest_alone, self.longest_in_batch = dump, [*self.client.capture_many(batch, count).values()]
         except DumpError as error:
             self.add(Gate("capacity", "a request failed", "every dump arrives", False, str(error)))
             return

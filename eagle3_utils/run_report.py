@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from eagle3_utils import runs, summary
-from eagle3_utils.acceptance.offline import Interval
+from eagle3_utils.acceptance.intervals import Interval
 from eagle3_utils.config import STAGES
 from eagle3_utils.draft.card import target_name
 from eagle3_utils.draft.training.journal import read_journal
@@ -164,7 +164,8 @@ def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
     lengths, replayed = _intervals(metrics.get("accept_lengths") or {}), _intervals(metrics.get("replayed") or {})
     parts = [
         "<p class=note>Accept length counts the bonus token: 1.0 means that nothing drafted was accepted. "
-        "Shapes are steps · top-k · draft tokens. Intervals are 95 %, from a bootstrap over prompts.</p>",
+        "Shapes are steps · top-k · draft tokens. Intervals are 95 %, from a bootstrap over prompts. "
+        "Of the served figures <i>counted</i> is the one to compare; distances are logits below the best token.</p>",
         scalars({k: v for k, v in metrics.items() if k in ("accept_length_from", "num_prompts", "identical")}),
     ]
     if teacher_forced:
@@ -273,7 +274,7 @@ def _figure(draw: Callable[[], Any]) -> str:
 
 
 def _intervals(value: Any) -> Any:
-    """Dicts written by `offline.to_json` as `Interval`s again."""
+    """Dicts written by `intervals.to_json` as `Interval`s again."""
     if isinstance(value, dict):
         if value.keys() == {"value", "low", "high"}:
             return Interval(**value)

@@ -18,8 +18,12 @@ L, H = 2, 8
 LARGE = 1 << 30
 
 
-def request(rid: str, num_tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(rid=rid, origin_input_ids=list(range(num_tokens)))
+class Request(SimpleNamespace):
+    """A subclass, so that it can be referred to weakly."""
+
+
+def request(rid: str, num_tokens: int) -> Request:
+    return Request(rid=rid, origin_input_ids=list(range(num_tokens)))
 
 
 class FakeRun:

@@ -27,6 +27,7 @@ class FakeSGLang:
         self.shift, self.pre_norm, self.lose, self.other_ids, self.noise = 0, False, False, False, 0.0
         self.model_path, self.status, self.max_bytes = str(target.path), 200, 1 << 30
         self.noisy_rids: str = ""
+        self.cut_rids: str = ""  # those whose dump says that it came in two pieces
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         self._lock = threading.Lock()
@@ -87,6 +88,7 @@ class FakeSGLang:
         if rid.startswith("hs-all-"):
             tensors["hidden"] = torch.stack(boundaries, 1)
         said = {"rid": rid, "num_tokens": str(len(ids)), "boundaries": json.dumps(self.boundaries), "nonce": "n"}
+        said["pieces"] = json.dumps([3, len(ids) - 3] if self.cut_rids and self.cut_rids in rid else [len(ids)])
         save_file(tensors, self.dump_dir / f"{rid}.part", said)
         os.rename(self.dump_dir / f"{rid}.part", self.dump_dir / f"{rid}.safetensors")
 

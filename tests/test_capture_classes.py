@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from eagle3_utils.serving import capture
 from eagle3_utils.serving.capture.layers import switch_on, switched_on
 
 MODELS = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt" / "models"
@@ -142,3 +143,18 @@ def test_without_the_dump_folder_nothing_is_hooked_wrapped_or_imported(tmp_path)
     command = [sys.executable, "-c", ASK]
     answer = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert json.loads(answer.stdout.strip().splitlines()[-1]) == {"hooks": {}, "patched": [], "imported": []}
+
+
+def test_a_server_that_is_given_no_nonce_makes_one_that_its_processes_share(monkeypatch):
+    """By it a restart of a user's own server shows in its dumps."""
+    monkeypatch.setitem(sys.modules, f"{capture.__name__}.hooks", SimpleNamespace(install=lambda: None))
+    monkeypatch.setattr(capture, "hooks", SimpleNamespace(install=lambda: None), raising=False)
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", "/dumps")
+    monkeypatch.setenv("SGLANG_HS_NONCE", "")  # also restored after the test
+    capture.register()
+    nonce = os.environ["SGLANG_HS_NONCE"]
+    capture.register()  # a child's, with the environment it inherited
+    assert len(nonce) == 16 and os.environ["SGLANG_HS_NONCE"] == nonce
+    monkeypatch.setenv("SGLANG_HS_NONCE", "ours")
+    capture.register()
+    assert os.environ["SGLANG_HS_NONCE"] == "ours"

@@ -1,5 +1,7 @@
 """Changed answers: told apart by how close a call the first other token was."""
 
+import copy
+
 import pytest
 import torch
 from small_models import small_model
@@ -25,37 +27,57 @@ def run(output_ids, draft=NO_DRAFT, concurrency=1):
     return ServedRun(draft, None if draft == NO_DRAFT else TreeShape(3), concurrency, 1.0, [answer])
 
 
-def test_a_near_tie_is_a_close_call_and_a_bad_token_is_not(model, monkeypatch):
-    output = plain_decode(model, PROMPT.input_ids, 8).output_ids
+def other_at(model, output, index):
+    """The output with its second best token at `index`, and how far that is below the best."""
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT.input_ids + output[:5]])).logits[0, -1]
-    second = int(logits.topk(2).indices[1])
-    other = [*output[:5], second, *output[6:]]
-    found = changes.changes(model, {"p": PROMPT}, run(output), run(other))[0]
-    assert found.index == 5 and found.distance == pytest.approx(float(logits.max() - logits[second]), abs=1e-5)
-    step = (
-        2.0 ** torch.tensor(float(logits.max())).abs().log2().floor().item() / 128
-    )  # bfloat16: 7 bits after the first
-    assert found.allowance == changes._STEPS * step
-    monkeypatch.setattr(changes, "_distance", lambda *arguments: (0.1, 0.5))
-    assert changes.changes(model, {"p": PROMPT}, run(output), run(other))[0].is_close_call
-    monkeypatch.setattr(changes, "_distance", lambda *arguments: (0.6, 0.5))
-    assert not changes.changes(model, {"p": PROMPT}, run(output), run(other))[0].is_close_call
+        logits = model(torch.tensor([PROMPT.input_ids + output[:index]])).logits[0, -1]
+    best, second = logits.topk(2).values
+    return [*output[:index], int(logits.topk(2).indices[1]), *output[index + 1 :]], float(best - second)
+
+
+def test_a_change_is_as_far_off_as_the_worse_token_and_judged_by_the_allowance(model):
+    output = plain_decode(model, PROMPT.input_ids, 8).output_ids
+    other, below = other_at(model, output, 5)
+    for first, second in ((output, other), (other, output)):
+        found = changes.changes(model, {"p": PROMPT}, run(first), run(second), below + 0.01)[0]
+        assert found.index == 5 and found.distance == pytest.approx(below, abs=1e-5) and found.is_close_call
+        assert not changes.changes(model, {"p": PROMPT}, run(first), run(second), below - 0.01)[0].is_close_call
+    assert str(found) == f"p, token 5: {below:.3f} below the best"
+
+
+def test_the_allowance_is_six_times_what_rounding_does_to_the_two_best_logits(model):
+    answers = [ServedAnswer("p", "chat", plain_decode(model, PROMPT.input_ids, 20).output_ids, 20, 0, [], 1.0)]
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    ids = torch.tensor([PROMPT.input_ids + answers[0].output_ids[:-1]])
+    with torch.no_grad():
+        exact, other = model(ids).logits[0, 2:], rounded(ids).logits[0, 2:].float()
+    errors = []
+    for position in range(20):
+        first, second = exact[position].topk(2).indices
+        errors.append(
+            float(
+                (other[position, first] - other[position, second]) - (exact[position, first] - exact[position, second])
+            )
+        )
+    expected = 6 * (sum(error**2 for error in errors) / 20) ** 0.5
+    assert changes.rounding_allowance(model, rounded, {"p": PROMPT}, answers) == pytest.approx(expected, rel=1e-3)
+    assert changes.rounding_allowance(model, model, {"p": PROMPT}, answers) == changes.ROUNDING  # nothing is rounded
 
 
 def test_drafts_are_compared_at_equal_concurrency_and_batching_alone_is_the_control(model):
     output = plain_decode(model, PROMPT.input_ids, 8).output_ids
     runs = [run(output), run(output, concurrency=8), run(output, "3 · 1 · 4"), run(output[:-1], "3 · 1 · 4", 8)]
-    rows = changes.explain(model, [PROMPT], runs)
-    assert [row["compared"] for row in rows] == [
-        "no draft, 8 in flight with no draft, 1 in flight",
-        "3 · 1 · 4, 1 in flight with no draft, 1 in flight",
-        "3 · 1 · 4, 8 in flight with no draft, 8 in flight",
+    rows = changes.explain(model, model, [PROMPT], runs)
+    assert [(row["run"], row["compared with"]) for row in rows] == [
+        ("no draft, 8 in flight", "no draft, 1 in flight"),
+        ("3 · 1 · 4, 1 in flight", "no draft, 1 in flight"),
+        ("3 · 1 · 4, 8 in flight", "no draft, 8 in flight"),
     ]
     assert [row["changed"] for row in rows] == [0, 0, 1]
     assert rows[2]["unexplained"] == 1  # an answer that ends early is no close call
+    assert rows[2]["first unexplained"] == "p, token 7: one answer ends here"
 
 
 def test_without_a_target_changes_are_only_counted():
-    row = changes.explain(None, [PROMPT], [run([1, 2]), run([1, 3], "3 · 1 · 4")])[0]
-    assert (row["changed"], row["close calls"], row["largest distance (logits)"]) == (1, 0, None)
+    row = changes.explain(None, None, [PROMPT], [run([1, 2]), run([1, 3], "3 · 1 · 4")])[0]
+    assert (row["changed"], row["close calls"], row["unexplained"], row["largest distance"]) == (1, None, None, None)

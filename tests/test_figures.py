@@ -1,7 +1,7 @@
 """Tables of stage 05 (metrics.json is pinned in test_evaluate.py)."""
 
 from eagle3_utils.acceptance import figures
-from eagle3_utils.acceptance.offline import Interval
+from eagle3_utils.acceptance.intervals import Interval
 
 
 def test_one_row_per_source_and_step_with_the_interval_of_the_accept_length():
@@ -13,7 +13,7 @@ def test_one_row_per_source_and_step_with_the_interval_of_the_accept_length():
     rows = figures.step_rows({"all": one, "chat": one})
     assert [(row["source"], row["step"]) for row in rows] == [("all", 0), ("all", 1), ("chat", 0), ("chat", 1)]
     assert rows[1]["positions"] == 8 and rows[1]["conditional"] == 0.25
-    assert (rows[0]["accept_length"], rows[0]["low"], rows[0]["high"]) == (1.5, 1.4, 1.6)
+    assert (rows[0]["accept_length"], rows[0]["length_low"], rows[0]["length_high"]) == (1.5, 1.4, 1.6)
 
 
 def test_a_source_that_one_way_does_not_know_gets_a_dash():

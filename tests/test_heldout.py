@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_models import AUX_LAYERS, small_draft, small_model
 
-from eagle3_utils.acceptance import heldout
+from eagle3_utils.acceptance import forward, heldout
 from eagle3_utils.acceptance.heldout import DecodedPrompt
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import Decoded, plain_decode
@@ -56,7 +56,7 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
     prompts = [Prompt(str(n), "chat", [3, n, 5, 1]) for n in range(3)]
     total = 0
     for item in heldout.decode_prompts(model, draft, prompts, shape, 24, stop_ids=()):
-        batch = heldout.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
+        batch = forward.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
         found = heldout.replay(draft, batch, shape)
         assert found[:-1] == item.fast.num_accepted[:-1]
         assert len(found) == len(item.fast.num_accepted)
@@ -66,22 +66,12 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
 
 def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, monkeypatch):
     item = heldout.decode_prompts(model, draft, [Prompt("a", "chat", [3, 5, 1])], TreeShape(3), 24, stop_ids=())[0]
-    batch = heldout.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
+    batch = forward.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
     whole = heldout.chain_depths(draft, batch, 3)
     monkeypatch.setattr(heldout, "_SLOTS_AT_ONCE", 4)
     assert heldout.chain_depths(draft, batch, 3) == whole and max(whole) > 0
     assert heldout.chain_depths(draft, batch, 3, first_slot=2) == [0, 0, *whole[2:]]
     assert heldout.replay(draft, batch, TreeShape(3)) == heldout._replay_tree(draft, batch, TreeShape(3), 3)
-
-
-@torch.no_grad()
-def test_packed_sample_holds_the_models_states_and_supervises_the_output(model):
-    batch = heldout.packed_sample(model, Prompt("a", "chat", [3, 1, 4]), [1, 5], AUX_LAYERS)
-    states = model(torch.tensor([[3, 1, 4, 1, 5]]), output_hidden_states=True)
-    assert batch.loss_mask.tolist() == [False, False, False, True, True]
-    assert batch.final_index.tolist() == [-1, -1, 0, 1, -1]
-    torch.testing.assert_close(batch.aux[:, 1], states.hidden_states[2][0])
-    torch.testing.assert_close(model.lm_head(batch.final), states.logits[0, 2:4])
 
 
 def test_the_first_prompts_of_each_source_are_decoded_plainly_too(model, draft):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from small_models import AUX_LAYERS, small_model, trained_draft
 
-from eagle3_utils.acceptance import heldout, parity
+from eagle3_utils.acceptance import forward, heldout, parity
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
@@ -33,7 +33,7 @@ def batches_of(model):
 
     def of(aux_layers):
         return [
-            heldout.packed_sample(model, prompt, output, [layer % 3 for layer in aux_layers])
+            forward.packed_sample(model, prompt, output, [layer % 3 for layer in aux_layers])
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from eagle3_utils.acceptance.offline import Interval
+from eagle3_utils.acceptance.intervals import Interval
 from eagle3_utils.plots import acceptance, serving, stats, style
 from eagle3_utils.stats import LayerStatistics, StateStatistics
 
@@ -49,11 +49,6 @@ def test_histogram_is_in_shares_and_shapes_keep_their_order():
     assert heights(acceptance.accepted_histogram([3, 1, 0, 0])) == [0.75, 0.25, 0, 0]
     figure = acceptance.accept_length_by_shape({"3 · 1 · 4": Interval(2, 2, 2), "1 · 1 · 2": Interval(1.5, 1.5, 1.5)})
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["3 · 1 · 4", "1 · 1 · 2"]
-
-
-def test_positions_beside_takes_intervals_and_plain_numbers():
-    figure = acceptance.positions_beside({"offline": rising(0.6, 0.5), "served": [0.61, 0.5]})
-    assert list(figure.axes[0].lines[1].get_ydata()) == [0.61, 0.5]
 
 
 def test_served_speed_has_a_line_per_draft():

@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_utils import runs
-from eagle3_utils.acceptance import changes, heldout, offline, parity, served
+from eagle3_utils.acceptance import changes, forward, heldout, offline, parity, served
 from eagle3_utils.acceptance.heldout import DecodedPrompt
-from eagle3_utils.acceptance.offline import Interval, SampleCounts
+from eagle3_utils.acceptance.intervals import Interval, ratio_interval
+from eagle3_utils.acceptance.offline import SampleCounts
 from eagle3_utils.acceptance.prompt_sets import Prompt, read_prompts
 from eagle3_utils.acceptance.speculate import load_reference_model
 from eagle3_utils.acceptance.tree import TreeShape
@@ -38,8 +39,6 @@ from eagle3_utils.states.dataset import PackedBatch
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import Target, load_lm_head, load_target, load_tokenizer, stop_ids_of
 
-ROUNDING = 1e-3  # logits of two float32 forwards of different lengths differ by less
-
 
 @dataclass
 class ServedPart:
@@ -56,6 +55,15 @@ class ServedPart:
     def table(self) -> list[dict[str, Any]]:
         """`served.table`; empty when left out."""
         return served.table(self.runs) if self.runs else []
+
+    def accept_lengths(self) -> dict[str, dict[str, Interval]]:
+        """`counted` accept lengths by source of every shape, at its lowest concurrency; empty when left out."""
+        found = {}
+        for run in self.runs:
+            if run.shape is not None and f"served {run.draft}" not in found:
+                lengths = served.accept_lengths(run)
+                found[f"served {run.draft}"] = {source: of["counted"] for source, of in lengths.items()}
+        return found
 
 
 class Evaluation:
@@ -152,7 +160,7 @@ class Evaluation:
             found = heldout.greedy_violations(self.model, item.prompt.input_ids, item.fast.output_ids)
             for index, below in found:
                 lines.append(f"{item.prompt.id}: token {index} is {below:.2g} below the best logit")
-                if below > ROUNDING:
+                if below > changes.ROUNDING:
                     raise UserError("speculative output is not plain greedy's", item.prompt.id, lines[-1])
             if not found and item.plain and item.plain.output_ids != item.fast.output_ids:
                 index = heldout.first_difference(item.plain.output_ids, item.fast.output_ids)
@@ -179,7 +187,7 @@ class Evaluation:
             shape = TreeShape(*numbers)
             accepted = heldout.replay_all(self.draft, batches, shape)
             tokens = [sum(of_sample) + len(of_sample) for of_sample in accepted]
-            lengths[served.shape_name(shape)] = offline.ratio_interval(tokens, list(map(len, accepted)))
+            lengths[served.shape_name(shape)] = ratio_interval(tokens, list(map(len, accepted)))
             progress(number)
         return lengths
 
@@ -194,16 +202,23 @@ class Evaluation:
         if self.device == "cuda":
             torch.cuda.empty_cache()
         prompts = self.prompts(self.config.served_prompts_per_source, self.config.served_max_new_tokens)
-        log = self.stage.log.info
-        found = served.serve(self.config, self.target, prompts, self.draft_folder, self.stage.folder, log)
+        num_servers = len(self.config.server_urls) or 1 + len(self.config.served_shapes)
+        progress = self._progress("served runs", num_servers * len(self.config.served_concurrency))
+        found = served.serve(
+            self.config, self.target, prompts, self.draft_folder, self.stage.folder,
+            self.stage.log.info, progress,
+        )  # fmt: skip
         return ServedPart(runs=found, prompts=prompts)
 
     def served_changes(self, served_part: ServedPart) -> list[dict[str, Any]]:
         """How many served answers the draft changed, beside how many change by batching alone, and why."""
         if served_part.left_out:
             return []
-        model = self.model if self.config.reference_decoding else None
-        return changes.explain(model, served_part.prompts, served_part.runs)
+        model = rounded = None
+        if self.config.reference_decoding:
+            dtype = torch.bfloat16 if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
+            model, rounded = self.model, load_reference_model(self.target, dtype, self.device)
+        return changes.explain(model, rounded, served_part.prompts, served_part.runs)
 
     def parity(self, served_part: ServedPart) -> parity.ParityReport:
         """Served acceptance beside that of the same tokens replayed here, diagnosed when they disagree."""
@@ -217,10 +232,8 @@ class Evaluation:
 
         @lru_cache(maxsize=1)  # most faults are of the same layers
         def batches_of(aux_layers: tuple[int, ...]) -> list[PackedBatch]:
-            return [
-                heldout.packed_sample(self.model, prompts[answer.prompt_id], answer.output_ids, aux_layers)
-                for answer in answers
-            ]
+            asked = [prompts[answer.prompt_id] for answer in answers]
+            return forward.packed_samples(self.model, asked, [answer.output_ids for answer in answers], aux_layers)
 
         draft = self.trained_draft()
         accepted = heldout.replay_all(draft, batches_of(draft.config.aux_layers), run.shape)
@@ -235,19 +248,17 @@ class Evaluation:
         return card.write_card(self.draft_folder, self.stage.run_folder)
 
     def _packed(self, decoded: Sequence[DecodedPrompt], aux_layers: Sequence[int]) -> list[PackedBatch]:
-        return [
-            heldout.packed_sample(self.model, item.prompt, item.fast.output_ids, aux_layers)
-            for item in decoded
-            if len(item.fast.output_ids) > 1
-        ]
+        longer = [item for item in decoded if len(item.fast.output_ids) > 1]
+        outputs = [item.fast.output_ids for item in longer]
+        return forward.packed_samples(self.model, [item.prompt for item in longer], outputs, aux_layers)
 
     def _progress(self, part: str, total: int) -> Callable[[int], None]:
         started = time.perf_counter()
 
         def report(done: int) -> None:
             rate = done / (time.perf_counter() - started)
-            eta_seconds = (total - done) / rate
-            self.stage.progress(done=done, total=total, unit=part, rate=rate, eta_seconds=eta_seconds)
+            eta_seconds = (total - done) / rate if done else None
+            self.stage.progress(done=done, total=total, unit=part, rate=rate, eta_seconds=eta_seconds, force=not done)
 
         return report
 

@@ -9,7 +9,7 @@ from typing import Any
 from eagle3_utils.acceptance import served
 from eagle3_utils.acceptance.evaluate import ServedPart
 from eagle3_utils.acceptance.heldout import DecodedPrompt, acceptance_by_position
-from eagle3_utils.acceptance.offline import ALL, Interval, to_json
+from eagle3_utils.acceptance.intervals import ALL, Interval, to_json
 from eagle3_utils.acceptance.parity import ParityReport
 from eagle3_utils.config import EvaluateConfig
 
@@ -17,7 +17,7 @@ BY_STEP = ("accuracy", "conditional", "overlap", "out_of_vocab", "baseline")
 
 
 def step_rows(summary: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per source and drafting step of `offline.summarise`, with the interval of the acceptance."""
+    """One row per source and drafting step of `offline.summarise`; the interval is that of the accept length."""
     rows = []
     for source, figures in summary.items():
         for step, supervised in enumerate(figures["supervised"]):
@@ -85,4 +85,4 @@ def stage_metrics(
 
 def _bounds(figures: dict[str, Any], step: int) -> dict[str, float]:
     interval: Interval = figures["accept_length"][step]
-    return {"low": interval.low, "high": interval.high}
+    return {"length_low": interval.low, "length_high": interval.high}

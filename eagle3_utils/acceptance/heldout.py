@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from eagle3_utils.acceptance.offline import (
+from eagle3_utils.acceptance.intervals import (
     ALL,
     NUM_RESAMPLES,
     Interval,
@@ -170,31 +170,6 @@ def greedy_violations(
     chosen_N = logits_NV.gather(1, torch.tensor(output_ids, device=model.device)[:, None])[:, 0]
     below_N = (logits_NV.max(dim=-1).values - chosen_N).tolist()
     return [(index, below) for index, below in enumerate(below_N) if below > 0]
-
-
-@torch.no_grad()
-def packed_sample(
-    model: PreTrainedModel, prompt: Prompt, output_ids: Sequence[int], aux_layers: Sequence[int]
-) -> PackedBatch:
-    """Prompt and output as a one-sample batch with the states of this model, the output supervised."""
-    input_ids = torch.tensor([*prompt.input_ids, *output_ids], device=model.device)
-    states = model(input_ids[None], output_hidden_states=True, logits_to_keep=1).hidden_states
-    num_tokens, num_prompt = len(input_ids), len(prompt.input_ids)
-    loss_mask = torch.arange(num_tokens) >= num_prompt
-    final_index = torch.full((num_tokens,), -1)
-    final_index[num_prompt - 1 : num_tokens - 1] = torch.arange(num_tokens - num_prompt)
-    return PackedBatch(
-        input_ids=input_ids.cpu(),
-        loss_mask=loss_mask,
-        position_ids=torch.arange(num_tokens),
-        document_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
-        aux=torch.stack([states[layer + 1][0] for layer in aux_layers], dim=1).cpu(),
-        final=states[-1][0, num_prompt - 1 : num_tokens - 1].cpu(),  # transformers' last entry is post-norm
-        final_index=final_index,
-        sample_ids=[prompt.id],
-        sources=[prompt.source],
-    )
 
 
 @torch.inference_mode()

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_utils.acceptance.heldout import acceptance_by_position, first_difference
-from eagle3_utils.acceptance.offline import ALL, Interval, ratio_interval
+from eagle3_utils.acceptance.heldout import acceptance_by_position
+from eagle3_utils.acceptance.intervals import ALL, Interval, ratio_interval
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.config import EvaluateConfig
@@ -94,6 +94,10 @@ def why_not_served(config: EvaluateConfig) -> str | None:
     return "no CUDA GPU here; SGLang's EAGLE3 runs CUDA kernels only"
 
 
+def _name(shape: TreeShape | None) -> str:
+    return shape_name(shape) if shape else NO_DRAFT
+
+
 def shape_name(shape: TreeShape) -> str:
     """The shape as "steps · topk · draft tokens"."""
     return f"{shape.num_steps} · {shape.topk} · {shape.num_draft_tokens}"
@@ -117,14 +121,20 @@ def serve(
     draft_folder: Path,
     folder: Path,
     log: Callable[[str], None] = print,
+    progress: Callable[[int], None] = lambda num_runs: None,
 ) -> list[ServedRun]:
-    """Measure every concurrency on a server without the draft and on one per shape, one server after the other."""
-    found = []
+    """Measure every concurrency on a server without the draft and on one per shape, one server after the other.
+
+    ``progress`` is called with the number of runs done.
+    """
+    found: list[ServedRun] = []
+    progress(0)
     for shape, client in _servers(config, target, draft_folder, folder, log):
-        name = shape_name(shape) if shape else NO_DRAFT
         for concurrency in config.served_concurrency:
+            name = _name(shape)
             found.append(measure(client, prompts, config.served_max_new_tokens, concurrency, name, shape))
             log(f"{name}, {concurrency} in flight: {found[-1].tokens_per_second:,.0f} tokens/s")
+            progress(len(found))
     return found
 
 
@@ -149,8 +159,9 @@ def _servers(
     common += [] if config.max_running_requests else ["--max-running-requests", str(most)]
     for shape in (None, *(TreeShape(*numbers) for numbers in config.served_shapes)):
         flags = common + (speculative_flags(draft_folder, shape) if shape else [])
-        log_path = folder / f"server-{shape_name(shape).replace(' ', '') if shape else 'nodraft'}.log"
+        log_path, started = folder / f"server-{_name(shape).replace(' ', '')}.log", time.perf_counter()
         with Server(config, target, log_path, folder, extra_args=flags) as server:
+            log(f"{_name(shape)}: the server is ready after {time.perf_counter() - started:.0f} s")
             yield shape, server.client
 
 
@@ -180,8 +191,10 @@ def measure(
     shape: TreeShape | None = None,
     **sampling: Any,
 ) -> ServedRun:
-    """Answer all prompts greedily, ``concurrency`` at a time, after a short warm-up that is not counted.
+    """Answer all prompts greedily, ``concurrency`` at a time, after a warm-up that is not counted.
 
+    The warm-up asks every prompt for a few tokens at the same concurrency, so that whatever a server compiles or
+    captures when it first sees a length or a batch size has happened before the clock starts.
     ``sampling``: further sampling parameters of SGLang (``ignore_eos=True``, …).
     """
 
@@ -191,7 +204,7 @@ def measure(
         return parse_answer(prompt, body, time.perf_counter() - started)
 
     with ThreadPoolExecutor(concurrency) as pool:
-        list(pool.map(lambda prompt: ask(prompt, _WARM_UP_TOKENS), prompts[: 2 * concurrency]))
+        list(pool.map(lambda prompt: ask(prompt, min(_WARM_UP_TOKENS, max_new_tokens)), prompts))
         started = time.perf_counter()
         answers = list(pool.map(ask, prompts))
     return ServedRun(draft, shape, concurrency, time.perf_counter() - started, answers)
@@ -233,13 +246,6 @@ def positions(run: ServedRun) -> list[Interval]:
     return acceptance_by_position(accepted, run.shape.num_steps)
 
 
-def differences(plain: ServedRun, fast: ServedRun) -> list[tuple[str, int]]:
-    """(prompt id, index of the first output token that differs) for every answer that the draft changed."""
-    pairs = zip(plain.answers, fast.answers, strict=True)
-    found = [(a.prompt_id, first_difference(a.output_ids, b.output_ids)) for a, b in pairs]
-    return [(prompt_id, index) for prompt_id, index in found if index is not None]
-
-
 def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
     """One row per run: speed, speed-up over the run without a draft at the same concurrency, latency, acceptance."""
     plain = {run.concurrency: run for run in runs if run.shape is None}
@@ -258,7 +264,6 @@ def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
         if run.shape is not None and (lengths := accept_lengths(run).get(ALL)):
             row |= {name: lengths[name].value for name in ("counted", "total", "per_request")}
             row |= {f"accepted at {n}": found.value for n, found in enumerate(positions(run))}
-            row |= {"changed outputs": len(differences(alone, run)) if alone else None}
         if cached := sum(answer.cached_tokens for answer in run.answers):
             row["cached prompt tokens"] = cached
         rows.append(row)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from eagle3_utils.acceptance.offline import ALL, Interval
+from eagle3_utils.acceptance.intervals import ALL, Interval
 from eagle3_utils.plots import style
 
 
@@ -54,18 +54,6 @@ def accept_length_by_source(figures: dict[str, dict[str, Interval]], title: str 
     return fig
 
 
-def positions_beside(curves: dict[str, Sequence[Interval | float]], title: str = "Acceptance by position") -> Figure:
-    """Conditional acceptance by drafted position, one line per way of finding it (teacher-forced, decoded, served)."""
-    fig, ax = style.figure(title, "drafted position", "accepted, given the ones before")
-    for index, (name, values) in enumerate(curves.items()):
-        values = [v if isinstance(v, Interval) else Interval(v, v, v) for v in values]
-        _line(ax, values, name, index, shift=0.06 * (index - (len(curves) - 1) / 2))
-    ax.set_ylim(0, 1)
-    ax.set_xticks(range(max(len(values) for values in curves.values())))
-    style.legend(ax)
-    return fig
-
-
 def accepted_histogram(counts: Sequence[int], title: str = "Draft tokens accepted per verification") -> Figure:
     """Share of verifications that accepted 0, 1, … draft tokens."""
     fig, ax = style.figure(f"{title} (n = {sum(counts):,})", "draft tokens accepted", "share of verifications")
@@ -84,7 +72,9 @@ def accept_length_by_shape(lengths: dict[str, Interval], title: str = "Accept le
 
 def served_speed(rows: Sequence[dict[str, Any]]) -> Figure:
     """Output tokens/s by concurrency, without the draft and for every shape of it (rows of `served.table`)."""
-    fig, ax = style.figure("Served speed", "requests in flight", "output tokens/s")
+    fig, ax = style.figure(
+        "Served speed (drafts: steps · topk · draft tokens)", "requests in flight", "output tokens/s"
+    )
     for index, name in enumerate(dict.fromkeys(row["draft"] for row in rows)):
         points = [(row["concurrency"], row["tokens/s"]) for row in rows if row["draft"] == name]
         ax.plot(*zip(*points, strict=True), label=name, **style.series(index))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_utils import runs
-from eagle3_utils.acceptance import changes, heldout, parity, served
+from eagle3_utils.acceptance import changes, forward, heldout, parity, served
 from eagle3_utils.acceptance.prompt_sets import read_prompts
 from eagle3_utils.acceptance.speculate import load_reference_model
 from eagle3_utils.acceptance.tree import TreeShape
@@ -136,7 +136,8 @@ def report_of(run, model, draft, target, prompts):
     answers = [answer for answer in run.answers if answer.histogram]
 
     def batches_of(aux_layers):
-        return [heldout.packed_sample(model, by_id[a.prompt_id], a.output_ids, aux_layers) for a in answers]
+        asked = [by_id[answer.prompt_id] for answer in answers]
+        return forward.packed_samples(model, asked, [answer.output_ids for answer in answers], aux_layers)
 
     accepted = heldout.replay_all(draft, batches_of(draft.config.aux_layers), SHAPE)
     served_accepted = [answer.num_accepted for answer in answers]
@@ -159,8 +160,10 @@ def test_a_planted_fault_is_named(fault, served_runs, model, draft, target, prom
     assert any(cause.startswith(FAULTS[fault]) for cause in report.causes), report.text()
 
 
-def test_no_draft_however_broken_makes_an_answer_wrong(served_runs, model, prompts):
+def test_no_draft_however_broken_makes_an_answer_wrong(served_runs, model, target, prompts):
     by_id, sound = {prompt.id: prompt for prompt in prompts}, served_runs[None]
+    rounded = load_reference_model(target, torch.bfloat16, "cuda")
+    allowance = changes.rounding_allowance(model, rounded, by_id, sound.answers)
     for fault, run in served_runs.items():
-        found = changes.changes(model, by_id, sound, run)
+        found = changes.changes(model, by_id, sound, run, allowance)
         assert all(change.is_close_call for change in found), (fault, found)

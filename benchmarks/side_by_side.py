@@ -21,7 +21,7 @@ import torch
 _READY_SECONDS, _TURN_SECONDS = 170, 60
 PLAN = {  # shape -> documents per step of the peer and of ours, our variants with their flags
     "llama-8b": (4, {"ours": ["--works", "dense", "mix"]}),
-    "kimi": (1, {"ours": ["--rows", "2048", "--frozen-on-host"], "lean": ["--rows", "1024", "--frozen-on-host"]}),
+    "kimi": (1, {"ours": ["--rows", "1536", "--frozen-on-host"], "lean": ["--rows", "1024", "--frozen-on-host"]}),
     "tiny": (2, {"ours": ["--works", "dense", "mix"], "lean": ["--rows", "100", "--frozen-on-host"]}),
 }
 

@@ -11,7 +11,7 @@ from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.served import NO_DRAFT, ServedAnswer, ServedRun
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
-from eagle3_utils.states.extract import one_torch_thread
+from eagle3_utils.devices import one_torch_thread
 
 PROMPT = Prompt("p", "chat", [3, 1, 4])
 

@@ -13,12 +13,12 @@ from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import load_reference_model, plain_decode
 from eagle3_utils.config import EvaluateConfig, TrainConfig
 from eagle3_utils.corpus.records import Record, write_parquet
+from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.export import export_draft
 from eagle3_utils.draft.training.build import new_draft
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, save_weights
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.extract import one_torch_thread
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
 from eagle3_utils.target import load_target
 

@@ -6,7 +6,7 @@ from small_models import AUX_LAYERS, small_model
 
 from eagle3_utils.acceptance import forward
 from eagle3_utils.acceptance.prompt_sets import Prompt
-from eagle3_utils.states.extract import one_torch_thread
+from eagle3_utils.devices import one_torch_thread
 
 TEXTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4]]
 

@@ -9,7 +9,7 @@ from eagle3_utils.acceptance.heldout import DecodedPrompt
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import Decoded, plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
-from eagle3_utils.states.extract import one_torch_thread
+from eagle3_utils.devices import one_torch_thread
 
 
 @pytest.fixture(scope="module")

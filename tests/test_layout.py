@@ -13,7 +13,7 @@ from eagle3_utils.runs import repo_root
 
 PACKAGE = repo_root() / "eagle3_utils"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "config", "runs", "target", "example_target"}
+BASE = {"errors", "config", "runs", "target", "example_target", "devices"}
 MAY_IMPORT = {
     "corpus": set(),
     "serving": set(),
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "stats": {"states"},
     "plots": {"corpus", "serving", "states", "draft", "acceptance", "stats"},
     "errors": set(),
+    "devices": set(),
     "config": set(),
     "runs": set(),
     "example_target": set(),

@@ -11,10 +11,10 @@ from eagle3_utils.acceptance import offline
 from eagle3_utils.acceptance.forward import packed_sample
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
+from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.metrics import StepCounts, accept_length
 from eagle3_utils.draft.network import DraftCache
 from eagle3_utils.draft.unrolling.teacher import Teacher
-from eagle3_utils.states.extract import one_torch_thread
 
 NUM_STEPS = 3
 

@@ -10,7 +10,7 @@ from eagle3_utils.acceptance import forward, heldout, parity
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.acceptance.tree import TreeShape
-from eagle3_utils.states.extract import one_torch_thread
+from eagle3_utils.devices import one_torch_thread
 
 SHAPE, TARGET = TreeShape(3), SimpleNamespace(num_layers=5)
 

@@ -7,9 +7,9 @@ from small_models import AUX_LAYERS, VOCAB, small_draft, small_model
 
 from eagle3_utils.acceptance.speculate import accept, accept_by_rejection, plain_decode, speculative_decode
 from eagle3_utils.acceptance.tree import Tree, TreeShape
+from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.network import DraftCache
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.extract import one_torch_thread
 
 SHAPES = [TreeShape(1), TreeShape(3), TreeShape(3, 3, 8), TreeShape(4, 2, 9, "ancestors"), TreeShape(2, 4, 21)]
 

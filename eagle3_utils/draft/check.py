@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
 from eagle3_utils.draft.export import draft_config_of
 from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import vocab_map_of
-from eagle3_utils.states.extract import one_torch_thread
 from eagle3_utils.target import Target, load_final_norm
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from eagle3_utils.devices import to_device
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
 from eagle3_utils.draft.modules.fused import normed_linears
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention
 from eagle3_utils.draft.unrolling.loss import LossJob, chunked_loss
-from eagle3_utils.draft.unrolling.plan import UnrollPlan, to_device
+from eagle3_utils.draft.unrolling.plan import UnrollPlan
 from eagle3_utils.draft.unrolling.teacher import Teacher
 
 

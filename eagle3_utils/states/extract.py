@@ -16,13 +16,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from eagle3_utils.config import ExtractConfig
+from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.extraction.connection import Connection, ServerBrokeOff, ServerUnreachable, generate_body
 from eagle3_utils.states.extraction.dump import BadDump, file_name_of, share_staging, staged_sample, sweep, wait_for
@@ -272,17 +271,6 @@ class _Run:
             "disk_free_bytes": shutil.disk_usage(self.writer.folder).free,
             "servers_alive": sum(not worker.dead for worker in self.workers),
         }
-
-
-@contextmanager
-def one_torch_thread():
-    """Threads started within use one core each: small tensor operations of many threads would fight for all cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _attach(server, stack: ExitStack) -> Worker:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from eagle3_utils.devices import to_device
 from eagle3_utils.draft.modules.fused import fused
-from eagle3_utils.draft.unrolling.plan import to_device
 
 _EPSILON = 1e-8
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from eagle3_utils.devices import to_device
 from eagle3_utils.draft.modules.fused import fused
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention, flex_attention_of, merge_own_keys
-from eagle3_utils.draft.unrolling.plan import UnrollPlan, to_device
+from eagle3_utils.draft.unrolling.plan import UnrollPlan
 
 _SHORT_TAIL = 64  # a span is drawn out to its document's end over this many slots, so that keys need no gathering
 _MOST_WIDTH = 256

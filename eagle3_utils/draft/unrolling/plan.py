@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from eagle3_utils.devices import to_device
+
 
 @dataclass
 class UnrollPlan:
@@ -124,10 +126,3 @@ def plan_unroll(
     tensors = (torch.from_numpy(array) for array in (rows, start, pair_index, num_supervised))
     rows, start, pair_index, num_supervised = tensors
     return UnrollPlan(rows, num_rows, start, pair_index, num_supervised.double())
-
-
-def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor of the CPU; to a GPU without waiting for what is queued there."""
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -13,6 +13,7 @@ from eagle3_utils.draft.export import export_draft
 from eagle3_utils.draft.training.build import new_draft
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
+from eagle3_utils.target import load_target
 
 pytest_plugins = ["draft_folders"]  # fixtures
 pytestmark = pytest.mark.usefixtures("trained_target")
@@ -86,6 +87,14 @@ def test_noise_is_told_from_noise_with_a_direction_of_its_own(shape):
     direction = torch.outer(*(torch.ones(size) / size**0.5 for size in shape))
     assert why_untrained(noise) == why_untrained(torch.rand(shape) - 0.5) == "is random noise"
     assert why_untrained(noise + 0.02 * 2 * (shape[0] ** 0.5 + shape[1] ** 0.5) * direction) is None
+
+
+def test_no_matrix_of_a_well_trained_model_looks_like_noise():
+    """Long training makes singular values alike again: by them alone, 33 of these 210 matrices are noise."""
+    weights = load_file(load_target("example").path / "model.safetensors")
+    matrices = {name: tensor for name, tensor in weights.items() if ".layers." in name and tensor.dim() == 2}
+    assert len(matrices) == 210
+    assert [name for name, tensor in matrices.items() if why_untrained(tensor)] == []
 
 
 def test_a_sound_draft_has_notes_but_no_problem(exported, target):

@@ -88,5 +88,5 @@ def test_bf16_is_measured_as_lossless():
         torch.randn(3, 1, 8).bfloat16(),
         torch.randn(3, 8).bfloat16(),
     )
-    report = measure_codec([sample], "bf16", [1], lambda states: states.float())
+    report = measure_codec([sample], "bf16", [1], lambda states: pytest.fail("a large target's head takes minutes"))
     assert (report.mean_kl, report.argmax_agreement, report.worst_relative_error) == (0.0, 1.0, [0.0, 0.0])

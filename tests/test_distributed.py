@@ -9,12 +9,15 @@ import pytest
 import torch
 import yaml
 from draft_runs import config_on, folder_of
+from safetensors.torch import load_file
 
 from eagle3_utils.draft.train import train
 from eagle3_utils.draft.training.checkpoint import checkpoint_folders
 from eagle3_utils.draft.training.distributed import Ranks, open_ranks
 from eagle3_utils.draft.training.journal import read_journal
+from eagle3_utils.draft.training.optimizer import join_master
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import repo_root
 
 pytest_plugins = ["draft_runs"]  # fixtures
 
@@ -63,6 +66,46 @@ def test_two_ranks_give_the_loss_curve_of_one_which_can_go_on_from_their_checkpo
     resumed = read_journal(folder_of(config), "train")
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in curve_of_one[2:]]
     same_curve(curve_of_one[2:], resumed)
+
+
+ONE_BF16_STEP = """
+import sys
+import torch
+from pathlib import Path
+from eagle3_utils.draft.training.checkpoint import Position, save_checkpoint
+from eagle3_utils.draft.training.distributed import open_ranks
+from eagle3_utils.draft.training.optimizer import MasterAdamW
+
+with open_ranks("cpu") as ranks:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5, bias=False, dtype=torch.bfloat16)
+    if ranks.num_ranks > 1:
+        ranks.shard(model)
+    optimizer = MasterAdamW(model.parameters(), sum_over_ranks=ranks.sum if ranks.num_ranks > 1 else None)
+    model(torch.ones(3, 6, dtype=torch.bfloat16) / ranks.num_ranks).square().sum().backward()
+    optimizer.step(0.1, 1.0)
+    save_checkpoint(Path(sys.argv[1]), model, optimizer, Position(step=1), 1, ranks)
+"""
+
+
+def test_lower_halves_of_sharded_masters_are_in_the_checkpoint(tmp_path):
+    script = tmp_path / "step.py"
+    script.write_text(ONE_BF16_STEP)
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment, saved = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root())}, {}
+    for name, launcher in (("one", []), ("two", two)):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, *launcher, str(script), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        parts = (load_file(part) for part in (folder / "step-000001").glob("*.safetensors"))
+        saved[name] = {key: tensor for part in parts for key, tensor in part.items()}
+    assert saved["one"].keys() == saved["two"].keys()
+    lower = saved["two"]["optimizer.lower_halves.0"]
+    assert lower.dtype == torch.int16 and lower.shape == (5, 6) and (lower != 0).any()
+    master = {name: join_master(each["model.weight"], each["optimizer.lower_halves.0"]) for name, each in saved.items()}
+    torch.testing.assert_close(master["two"], master["one"], rtol=1e-2, atol=0)
 
 
 def test_steps_that_ranks_cannot_share_are_refused(make_config):

@@ -133,6 +133,15 @@ def test_a_few_rows_of_something_else_hardly_move_the_mean_but_are_counted(chang
     assert mean > 0.98 and stray == pytest.approx(8 / 500)
 
 
+def test_a_run_of_equal_tokens_may_be_as_alike_as_one_token_in_two_batches():
+    torch.manual_seed(0)
+    tokens, noise = torch.randn(30, 1, 64).expand(30, 16, 64).reshape(480, 64), torch.randn(2, 480, 64) * 0.15
+    one, two = (dump(480, aux=(tokens + each)[:, None], final=tokens + each) for each in noise)
+    assert gates.likeness(one, two).stray > 0.5, "where every token is another"
+    one.input_ids = two.input_ids = torch.arange(30).repeat_interleave(16)
+    assert gates.likeness(one, two).stray == 0.0
+
+
 def test_values_that_are_not_finite_are_like_nothing():
     torch.manual_seed(0)
     one = dump(500, aux=torch.randn(500, 2, 64), final=torch.randn(500, 64))

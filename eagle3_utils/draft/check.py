@@ -26,6 +26,7 @@ from eagle3_utils.target import Target, load_final_norm
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _BLOCK = 512  # rows and columns of a matrix that are looked at for its spectrum
 _EDGE_MARGIN = 1.1  # the largest singular value of noise stays this close to its edge from 64 × 64 on
+_SCATTERS = 6  # deviations by which noise's measured kurtosis may exceed 3
 
 
 @dataclass
@@ -181,9 +182,11 @@ def _is_random(target: Target) -> bool:
 def why_untrained(tensor: torch.Tensor, may_be_random: bool = False) -> str | None:
     """How a weight shows that it still has its initial value; None when it does not.
 
-    A vector is a norm's weight, which begins at 1. A matrix begins constant or as independent random numbers: then its
-    largest singular value lies at the edge s·(√rows + √columns) of the Marchenko–Pastur law, s being the numbers'
-    deviation. Training adds directions of its own, far above that edge after a few optimiser steps.
+    A vector is a norm's weight, which begins at 1. A matrix begins constant or as independent random numbers, normal or
+    uniform: then its largest singular value lies at the edge s·(√rows + √columns) of the Marchenko–Pastur law, s being
+    the numbers' deviation, and their kurtosis is 3 at the most. Training adds directions of its own, far above that
+    edge after a few optimiser steps; where long training made them all alike again, as in a value projection, rows and
+    columns differ in size, which raises the kurtosis.
     ``may_be_random``: the target itself is, so only a constant matrix counts.
     """
     if tensor.dim() == 1:
@@ -197,7 +200,9 @@ def why_untrained(tensor: torch.Tensor, may_be_random: bool = False) -> str | No
     edge = deviation * (block.shape[0] ** 0.5 + block.shape[1] ** 0.5)
     with one_torch_thread():  # a hundred milliseconds; the threads of a busy machine with many cores make it seconds
         largest = float(torch.linalg.matrix_norm(block, 2))
-    return "is random noise" if largest < _EDGE_MARGIN * edge else None
+    kurtosis = float(((block - block.mean()) / deviation).pow(4).mean())
+    most_kurtosis = 3 + _SCATTERS * (24 / block.numel()) ** 0.5
+    return "is random noise" if largest < _EDGE_MARGIN * edge and kurtosis < most_kurtosis else None
 
 
 def _vocab_problems(tensors: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:

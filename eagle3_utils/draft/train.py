@@ -277,7 +277,7 @@ def main() -> None:
         config = TrainConfig.parse(yaml.safe_load(path.read_text()), str(path))
         _, report = train(config)
     except UserError as error:
-        sys.exit(str(error))
+        sys.exit(f"eagle3: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     logging.getLogger("eagle3.train").info("%s", report)

@@ -146,7 +146,17 @@ def checkpoint_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if tensor.dtype != torch.int16:
+        return tensor.full_tensor()
+    from torch.distributed.tensor import DTensor
+
+    # neither NCCL nor Gloo knows 16-bit integers: their bits travel as bfloat16
+    shard = tensor.to_local().view(torch.bfloat16)
+    layout = {"shape": tensor.shape, "stride": tensor.stride()}
+    bits = DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False, **layout)
+    return bits.full_tensor().view(torch.int16)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ def run_training(
     watch: called after every step (under torchrun every two seconds), a live plot for instance.
 
     With `num_gpus` > 1 every rank is a process of its own; this one shows their progress and hands on an interrupt.
-    Raises `UserError` when a rank fails (its words are in train.log of the stage folder).
+    Raises `UserError` when they cannot share a step's batches, and when a rank fails (its words are in train.log).
     """
     if config.num_gpus <= 1:
 
@@ -43,6 +44,11 @@ def run_training(
         model, report = train(config, stage.log, progress)
         _say_waiting(report, stage)
         return model.place("cpu", torch.float32), report
+    if config.batches_per_step % config.num_gpus:
+        raise UserError(
+            f"{config.num_gpus} GPUs cannot share out {config.batches_per_step} batches a step", "batches_per_step",
+            f"make it a multiple of num_gpus, for instance {config.num_gpus}; every batch holds max_tokens_per_step",
+        )  # fmt: skip
     parameters = stage.folder / "train.yaml"
     parameters.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.num_gpus}",
@@ -64,6 +70,7 @@ def _say_waiting(report: TrainReport, stage: Stage) -> None:
 def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
     """Run torchrun to its end, showing the last journal entry as progress; SIGTERM it when interrupted."""
     log_path: Path = stage.folder / "train.log"
+    written = log_path.stat().st_size if log_path.exists() else 0
     with open(log_path, "a") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
         try:
             while process.poll() is None:
@@ -78,4 +85,11 @@ def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
             process.wait()
             raise
     if process.returncode:
-        raise UserError(f"training ended with exit code {process.returncode}", str(log_path))
+        said = _first_error(log_path.read_bytes()[written:].decode(errors="replace"))
+        raise UserError(said or f"training ended with exit code {process.returncode}", str(log_path))
+
+
+def _first_error(log: str) -> str | None:
+    """Of a rank: what it said itself, or its exception."""
+    found = re.search(r"^(?:eagle3: |\[rank\d+\]: (?=[\w.]*(?:Error|Exception): ))(.+)", log, re.MULTILINE)
+    return found[1] if found else None

@@ -183,16 +183,17 @@ def likeness(dump, reference) -> Likeness:
     figures = []
     for one, other in pairs:
         own = row_cosines(one, other).nan_to_num(-1.0)
-        stray = stray_rows(one, other, own).float().mean()
+        stray = stray_rows(one, other, own, reference.input_ids[: len(own)]).float().mean()
         figures.append(Likeness(float(own.mean()), float(torch.quantile(own, 0.01)), float(stray)))
     return Likeness.worst(figures)
 
 
-def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Which rows are not the reference's own, bool [T]; states, reference [T, H], own: their cosines by row [T].
+def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Which rows are not the reference's own, bool [T]; states, reference [T, H], own: their cosines by row, ids [T].
 
-    A row is the reference's own when its cosine is high, or higher than that with any other row: a token whose
-    experts changed with the batch is less like itself, but no more like another.
+    A row is the reference's own when its cosine is high, or higher than that with the row of any other token: a token
+    whose experts changed with the batch is less like itself, but no more like another. Equal tokens near each other
+    may have states nearly as alike as one token's in two batches.
     """
     stray, doubtful = torch.zeros(len(own), dtype=torch.bool), (own < _SURELY_OWN).nonzero().flatten()
     if not len(doubtful):
@@ -200,6 +201,6 @@ def stray_rows(states: torch.Tensor, reference: torch.Tensor, own: torch.Tensor)
     rows = torch.nn.functional.normalize(reference.float(), dim=-1)
     for part in doubtful.split(256):
         similar = torch.nn.functional.normalize(states[part].float(), dim=-1) @ rows.T  # [256, T]
-        similar[torch.arange(len(part)), part] = -1.0
+        similar[ids[part, None] == ids] = -1.0
         stray[part] = own[part] < similar.nan_to_num(1.0).amax(-1) + _MARGIN
     return stray

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draft_reference import random_batch, small_model, unroll
 
-from eagle3_utils.draft.unrolling import flash
+from eagle3_utils.draft.unrolling import flash, kernels
 from eagle3_utils.draft.unrolling.attention import eager_attention
 from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
 
@@ -41,8 +41,8 @@ def plain_backward(upstream, query, attended, keys, values, lse, layout, scale):
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    monkeypatch.setattr(flash, "kernel_forward", plain_forward)
-    monkeypatch.setattr(flash, "kernel_backward", plain_backward)
+    monkeypatch.setattr(kernels, "forward", plain_forward)
+    monkeypatch.setattr(kernels, "backward", plain_backward)
 
 
 def gradients_of(result, model):

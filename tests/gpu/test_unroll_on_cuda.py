@@ -61,13 +61,14 @@ def test_gpu_step_equals_cpu_step(changes, max_rows, kind):
             assert float(error) < 2e-2, f"{name}: {float(error):.4f}"
 
 
+@pytest.mark.parametrize("width", [64, 128])  # FlashAttention 2, and 4 where it is installed
 @pytest.mark.parametrize("max_rows", [None, 100])
-def test_flash_step_equals_flex_step(max_rows):
-    model, head = small_model(head_dim=64)
+def test_flash_step_equals_flex_step(max_rows, width):
+    model, head = small_model(head_dim=width)
     for seed, lengths in enumerate(([130, 260, 7], [300, 41])):
         common = random_batch(lengths, seed=seed), "cuda", max_rows, "soft", False, torch.bfloat16
         flex = step(model, head, *common, attention=lambda plan: flex_attention_of(plan.to("cuda")))
-        assert has_flash(torch.device("cuda"), torch.bfloat16, 64)
+        assert has_flash(torch.device("cuda"), torch.bfloat16, width)
         flash = step(model, head, *common)
         assert flash[0] == pytest.approx(flex[0], rel=1e-2)
         for name, expected in flex[2].items():

@@ -1,4 +1,4 @@
-"""A row's attention over step-0 keys and its own later keys, by the FlashAttention kernels that come with PyTorch.
+"""A row's attention over step-0 keys and its own later keys, by FlashAttention kernels.
 
 The kernel's backward pass wants nothing of its forward pass but the output and the log-sum-exp. So the forward pass
 here attends to the step-0 keys, merges the own keys in, and keeps the *merged* output and log-sum-exp; given those,
@@ -16,7 +16,7 @@ Source: FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch
 from eagle3_utils.devices import to_device
 from eagle3_utils.draft.modules.fused import fused
 from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.unrolling import kernels
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention, flex_attention_of, merge_own_keys
 from eagle3_utils.draft.unrolling.plan import UnrollPlan
 
@@ -32,25 +33,22 @@ _MOST_WIDTH = 256
 
 
 @dataclass
-class SpanLayout:
-    """places int64 [N]: where in the spans each row lies. query_bounds, key_bounds int32 [documents + 1].
+class SpanLayout(kernels.Spans):
+    """places int64 [N]: where in the spans each row lies; num_places of them there are.
 
     keys: the slots whose keys the documents see, laid end to end; a slice where they are neighbours.
     """
 
     places: torch.Tensor
-    query_bounds: torch.Tensor
-    key_bounds: torch.Tensor
-    longest_query: int
-    longest_key: int
     num_places: int
     keys: slice | torch.Tensor
 
     def to(self, device: torch.device | str) -> SpanLayout:
         """The same layout on a device."""
-        moved = (to_device(tensor, device) for tensor in (self.places, self.query_bounds, self.key_bounds))
-        keys = self.keys if isinstance(self.keys, slice) else to_device(self.keys, device)
-        return SpanLayout(*moved, self.longest_query, self.longest_key, self.num_places, keys)
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return SpanLayout(
+            **{name: to_device(value, device) if torch.is_tensor(value) else value for name, value in values.items()}
+        )
 
 
 def span_layout(plan: UnrollPlan) -> SpanLayout:
@@ -70,9 +68,8 @@ def span_layout(plan: UnrollPlan) -> SpanLayout:
     else:
         keys = torch.from_numpy(np.concatenate([np.arange(*ends) for ends in zip(documents, end, strict=True)]))
     bounds = (torch.from_numpy(each.astype(np.int32)) for each in (query_bounds, key_bounds))
-    return SpanLayout(
-        torch.from_numpy(places), *bounds, int(spans.max()), int(num_keys.max()), int(query_bounds[-1]), keys
-    )
+    longest = int(spans.max()), int(num_keys.max())
+    return SpanLayout(*bounds, *longest, torch.from_numpy(places), int(query_bounds[-1]), keys)
 
 
 def attention_for(model: DraftModel) -> Callable[[UnrollPlan], Attention]:
@@ -115,7 +112,7 @@ class _MergedAttention(torch.autograd.Function):
     def forward(ctx, query, keys, values, layout, scale, *own):
         places = layout.places[: len(query)]
         seen = keys[layout.keys], values[layout.keys]
-        attended, lse = kernel_forward(_laid_out(query, places, layout), *seen, layout, scale)
+        attended, lse = kernels.forward(_laid_out(query, places, layout), *seen, layout, scale)
         attended, lse = attended.index_select(0, places), lse.index_select(0, places)
         if own:
             attended, lse = merge_own_keys(attended, lse, query, *_stacked(own), scale)
@@ -130,7 +127,7 @@ class _MergedAttention(torch.autograd.Function):
         places, upstream = layout.places[: len(query)], upstream.contiguous()
         laid_out = (_laid_out(tensor, places, layout) for tensor in (upstream, query, attended))
         weightless = lse.new_full((layout.num_places, lse.shape[1]), float("inf")).index_copy_(0, places, lse)
-        by_place, *by_seen = kernel_backward(
+        by_place, *by_seen = kernels.backward(
             *laid_out, keys[layout.keys], values[layout.keys], weightless, layout, scale
         )
         by_query = by_place.index_select(0, places)
@@ -142,24 +139,6 @@ class _MergedAttention(torch.autograd.Function):
         more, by_own_keys, by_own_values = own_keys_gradient(upstream, attended, lse, query, *_stacked(own), scale)
         by_own = (*by_own_keys.unbind(1), *by_own_values.unbind(1))
         return by_query.add_(more), by_keys, by_values, None, None, *by_own
-
-
-def kernel_forward(query, keys, values, layout: SpanLayout, scale: float):
-    """query [P, A, E], keys and values [slots, K, E] -> attended [P, A, E], log-sum-exp float32 [P, A]."""
-    attended, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_key,
-        0.0, True, False, scale=scale,
-    )  # fmt: skip
-    return attended, lse.T
-
-
-def kernel_backward(upstream, query, attended, keys, values, lse, layout: SpanLayout, scale: float):
-    """Gradients by query, keys and values, given what they attended to and its log-sum-exp [P, A]."""
-    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is 0
-    return torch.ops.aten._flash_attention_backward(
-        upstream, query, keys, values, attended, lse.T.contiguous(), layout.query_bounds, layout.key_bounds,
-        layout.longest_query, layout.longest_key, 0.0, True, random_state, random_state[:0], scale=scale,
-    )  # fmt: skip
 
 
 @fused

@@ -88,7 +88,7 @@ def format_stage(row: dict[str, Any]) -> str:
     if "done" in row and "total" in row:
         parts.append(f"{row['done']:,}/{row['total']:,} {row.get('unit', '')}")
     known = {"stage", "state", "pid", "started", "updated", "done", "total", "unit", "age_seconds", "wall_seconds"}
-    parts += [f"{key} {_number(value)}" for key, value in row.items() if key not in known and value is not None]
+    parts += [_figure(key, value) for key, value in row.items() if key not in known and value is not None]
     return "  ".join(parts)
 
 
@@ -98,8 +98,17 @@ def table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"{label:{width}}  {value}" for label, value in rows)
 
 
-def _number(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+def _figure(key: str, value: Any) -> str:
+    """A field of progress.json for people."""
+    if key == "bytes_per_second":
+        return f"{value / 1e9:.3f} GB/s"
+    if key == "eta_seconds":
+        return f"ETA {value / 60:.1f} min"
+    if key.endswith("_bytes"):
+        return f"{key.removesuffix('_bytes')} {value / 2**30:.2f} GiB"
+    if isinstance(value, float):
+        return f"{key} {value:,.0f}" if abs(value) >= 1000 else f"{key} {value:.4g}"
+    return f"{key} {value}"
 
 
 def short_path(path: Path) -> Path:

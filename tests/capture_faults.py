@@ -1,7 +1,7 @@
 """A test-only SGLang plugin that plants faults into capture inside a real server, chosen by a file's content.
 
 none · shift (layers one too late) · pre_norm (final state from before the norm) · disk_full (writing fails) ·
-allow_unsafe (at the start: settings that corrupt capture are not refused)
+at the start: allow_unsafe (settings that corrupt capture are not refused) · no_setter (the model has no own capture)
 """
 
 import errno
@@ -12,8 +12,10 @@ from pathlib import Path
 def register() -> None:
     from eagle3_utils.serving.capture import hooks, recorder, writer
 
-    if fault() == "allow_unsafe":
+    if "allow_unsafe" in fault():
         hooks.refuse_unsafe = lambda _server_args: None
+    if "no_setter" in fault():
+        hooks.switch_on = lambda _model, _boundaries: False
     record, begin, write = recorder.Recorder.record, recorder.Recorder.begin, writer.Writer._write
 
     def faulty_begin(self, requests):

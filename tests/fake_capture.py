@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import h5py
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -150,3 +151,14 @@ def fill(folder, records, **changes) -> None:
         writer.register(records)
         for record in records:
             writer.add(sample_of(record))
+
+
+def flip_a_byte(path, dataset="aux", row=0) -> None:
+    """Damage one sample of a shard, in its states."""
+    with h5py.File(path) as file:
+        position = file[dataset].id.get_offset() + int(file["offsets"][row]) * file[dataset][0].nbytes + 5
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 0x10]))

@@ -35,7 +35,7 @@ class FakeSGLang:
 
     def __enter__(self) -> FakeSGLang:
         self.write_handshake()
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()  # polls: a quick end
         return self
 
     def __exit__(self, *_exception) -> None:

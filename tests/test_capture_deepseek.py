@@ -2,7 +2,7 @@
 
 MLA attention, mixture of experts and YaRN; Hugging Face's forward of the same checkpoint is the reference, and the
 anchored check, which needs no reference, finds the same layers. The server runs in another Python environment, which
-has SGLang but not this package.
+has SGLang but not this package; with the overlap schedule, unlike that of test_server.py.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def served(example_target, tmp_path_factory):
     config = ProbeConfig(
         run_dir=str(run), model=str(folder), device="cpu", max_seq_len=128, aux_layers=LAYERS,
         num_probe_samples=3, num_concurrent=8, num_pilot_samples=8, chunked_prefill_size=256, server_python=python,
+        disable_overlap_schedule=False,
     )  # fmt: skip
     environment = {"PYTHONPATH": os.pathsep.join([deepseek_on_cpu.install(run / "plugin"), packages])}
     spec = capture_spec(config, target)

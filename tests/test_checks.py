@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle3_utils.doctor import PINNED
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.launch import checks
 
@@ -32,6 +33,15 @@ def listener():
 def test_this_interpreter_has_sglang_and_sees_the_plugin():
     facts = checks.ask_interpreter(sys.executable)
     assert facts.sglang == "0.5.14" and facts.plugin
+
+
+def test_a_version_capture_was_not_tested_with_is_said(caplog):
+    assert PINNED["sglang"] == checks.SGLANG_VERSION
+    facts = checks.Interpreter("/env/python", "3.12", "0.5.14+cu130", None, plugin=True, plugins=[])
+    checks.warn_of_version(facts)
+    assert not caplog.records
+    checks.warn_of_version(dataclasses.replace(facts, sglang="0.5.15"))
+    assert "SGLang 0.5.15 in /env/python: capture is tested with 0.5.14" in caplog.text
 
 
 def test_an_interpreter_without_sglang_is_named(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from fake_capture import fill, flip_a_byte, make_records
 
 from eagle3_utils import cli
 from eagle3_utils.runs import write_json
@@ -63,6 +66,46 @@ def test_status_as_json(tmp_path, capsys):
     assert code == 0 and json.loads(out)[0]["state"] == "done"
 
 
+def test_status_watch_shows_again_until_it_is_interrupted(tmp_path, capsys, monkeypatch):
+    waits = iter([None, None])
+
+    def wait(seconds):
+        if next(waits, "end") == "end":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", wait)
+    code, out, _ = call(capsys, "status", tmp_path, "--watch")
+    assert code == 130 and out.count("03_extract_hidden_states") == 3
+
+
+def test_plan_says_what_would_fit_and_exits_with_2(tmp_path, capsys, monkeypatch):
+    """Kimi's parameters, without its weights; neither this run nor its model is here."""
+    run = ("--json", "--set", f"shared.run_dir={tmp_path / 'run'}")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 * 2**40))
+    code, out, err = call(capsys, "plan", "parameters/kimi-k25.yaml", *run)
+    found = json.loads(out)
+    assert code == 2 and not err and not found["fits"] and found["shortfall_bytes"] > 2**40
+    assert any(option["change"].startswith("codec: fp8, final: supervised") for option in found["options"])
+    whole = found["codecs"][0]
+    assert (whole["codec"], whole["final"], whole["state_bytes_per_token"]) == ("bf16", "all", 57_344)
+    assert round(whole["store_bytes"] / 2**40, 2) == 4.58
+    code, out, _ = call(capsys, "plan", "parameters/kimi-k25.yaml", *run, "--set", "03.codec=fp8")
+    assert code == 0 and json.loads(out)["fits"] and not (tmp_path / "run").exists()
+
+
+def test_verify_names_the_bad_sample_exits_with_1_and_repair_leaves_the_rest_whole(tmp_path, capsys):
+    fill(tmp_path, make_records(20))
+    flip_a_byte(tmp_path / "shard-000000.h5", row=2)
+    assert call(capsys, "verify", tmp_path)[0] == 0
+    code, out, _ = call(capsys, "verify", tmp_path, "--deep", "--json")
+    bad = list(json.loads(out)["bad"])
+    assert code == 1 and len(bad) == 1
+    code, out, _ = call(capsys, "verify", tmp_path, "--deep", "--repair")
+    assert code == 1 and f"{bad[0]}: shard-000000.h5 row 2: the bytes do not match" in out and "pending" in out
+    code, out, _ = call(capsys, "verify", tmp_path, "--deep")
+    assert code == 0 and "19 samples" in out and "1 pending" in out
+
+
 def test_doctor_as_json(capsys):
     code, out, _ = call(capsys, "doctor", "--json")
     assert code == 0 and {row["name"] for row in json.loads(out)} >= {"sglang", "plugin"}
@@ -90,6 +133,8 @@ def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
     command += ["--set", f"shared.run_dir={tmp_path / 'run'}"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"eagle3 stop {tmp_path / 'run'}" in out
+    pid = int(out.split("pid ")[1].split(",")[0])
+    assert os.getsid(pid) == pid, "a session of its own, which no hang-up reaches"
     log = tmp_path / "run" / "runner.log"
     deadline = time.monotonic() + 120
     while "eagle3:" not in log.read_text() and time.monotonic() < deadline:

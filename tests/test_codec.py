@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3_utils.errors import UserError
 from eagle3_utils.states.codec import (
+    CodecReport,
     count_not_finite,
     decode,
     encode,
@@ -90,3 +92,19 @@ def test_bf16_is_measured_as_lossless():
     )
     report = measure_codec([sample], "bf16", [1], lambda states: pytest.fail("a large target's head takes minutes"))
     assert (report.mean_kl, report.argmax_agreement, report.worst_relative_error) == (0.0, 1.0, [0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("kl", "agreement", "num_supervised", "reason"),
+    [
+        (0.03, 0.99, 64, r"mean KL 0.03 \(at most 0.02\)"),
+        (0.01, 0.96, 64, r"agreement 0.9600 \(at least 0.97\)"),
+        (float("nan"), 1.0, 64, "mean KL nan"),
+        (0.0, 1.0, 0, "no row of the pilot is supervised"),
+    ],
+)
+def test_a_codec_beyond_its_thresholds_or_that_was_not_judged_stops_the_run(kl, agreement, num_supervised, reason):
+    CodecReport("fp8", num_supervised=64, mean_kl=0.02, argmax_agreement=0.97).require(0.02, 0.97)
+    report = CodecReport("fp8", num_supervised=num_supervised, mean_kl=kl, argmax_agreement=agreement)
+    with pytest.raises(UserError, match=reason):
+        report.require(0.02, 0.97)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,10 @@ def test_a_dump_of_another_request_server_or_length_is_refused(dumped):
         take_sample(dump, record, "hs-2", META, "n1")
     with pytest.raises(BadDump, match="another server"):
         take_sample(dump, record, "hs-1", META, "n2")
+    for name, reason in (("nonce", "nonce None"), ("layers", "layers None")):
+        silent = replace(dump, metadata={key: value for key, value in dump.metadata.items() if key != name})
+        with pytest.raises(BadDump, match=reason):
+            take_sample(silent, record, "hs-1", META, "n1")
     record.input_ids = [*record.input_ids, 5]
     with pytest.raises(BadDump, match="were sent"):
         take_sample(dump, record, "hs-1", META, "n1")

@@ -47,6 +47,12 @@ def test_the_cpu_gets_a_backend_and_a_bounded_cache(target):
     assert "torch_native" not in command(target, device="cuda")
 
 
+@pytest.mark.parametrize(("device", "asked", "off"), [("cpu", None, True), ("cuda", None, False), ("cpu", False, False),
+                                                      ("cuda", True, True)])  # fmt: skip
+def test_the_overlap_schedule_is_off_on_the_cpu_unless_said_otherwise(target, device, asked, off):
+    assert ("--disable-overlap-schedule" in command(target, device=device, disable_overlap_schedule=asked)) is off
+
+
 def test_parameters_reach_their_flags(target):
     text = command(
         target, device="cuda", tp_size=8, ep_size=8, dp_size=4, chunked_prefill_size=-1, mem_fraction_static=0.7

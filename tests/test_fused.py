@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from eagle3_utils.draft.modules.fused import fused, linear, normed_gated_mlp, normed_linears
+from eagle3_utils.draft.modules.fused import fused, halves, linear, normed_gated_mlp, normed_linears
 
 
 def leaves(*shapes):
@@ -51,6 +51,22 @@ def test_linear_adds_to_a_gradient_that_is_there_and_spares_a_frozen_weight():
     linear(x, frozen).sum().backward()
     assert frozen.grad is None
     torch.testing.assert_close(x.grad, 3 * weight.detach().sum(0).expand(5, 3))
+
+
+def test_halves_of_a_weight_have_their_gradients_added_in_place():
+    tensors = leaves((6, 4), (4,), (3, 8), (5, 4))
+    plain = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    x, norm, weight, other = tensors
+    left, right = halves(weight)
+    for _ in range(2):
+        first, second = normed_linears(x, norm, 1e-5, right, other)
+        (linear(x, left) * first).sum().add(second.sin().sum()).backward()
+    x, norm, weight, other = plain
+    for _ in range(2):
+        normed = rms_norm(x, norm)
+        ((x @ weight[:, :4].T) * (normed @ weight[:, 4:].T)).sum().add((normed @ other.T).sin().sum()).backward()
+    for ours, theirs in zip(tensors, plain, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_fused_function_is_the_plain_one_off_the_gpu():

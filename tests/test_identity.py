@@ -11,9 +11,10 @@ import psutil
 import pytest
 from serving_fakes import FakeSGLang
 
+from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.launch.identity import check_handshake, is_same_model, last_error, read_handshake
-from eagle3_utils.serving.server import AttachedServer, CaptureSpec
+from eagle3_utils.serving.server import AttachedServer, CaptureSpec, open_servers
 from eagle3_utils.target import load_target
 
 
@@ -30,6 +31,22 @@ def spec(fake, layers=(1, 3)) -> CaptureSpec:
 def test_a_server_the_user_started_is_used_after_the_same_checks(fake):
     server = AttachedServer(fake.url, fake.dump_dir, fake.target, spec(fake))
     assert server.handshake["boundaries"] == [2, 4]
+
+
+def test_several_servers_of_a_user_are_used_as_one_stage_and_never_stopped(fake, tiny_llama, tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    with FakeSGLang(None, load_target(str(tiny_llama)), folder, [2, 4]) as other:
+        options = ServingOptions(server_urls=[fake.url, other.url], server_dump_dirs=[str(tmp_path), str(folder)])
+        arguments = (fake.target, tmp_path / "server.log", tmp_path / "run", spec(fake))
+        with open_servers(options, *arguments) as servers:
+            assert [server.dump_dir for server in servers] == [tmp_path, folder]
+        assert not (tmp_path / "server.log").exists(), "none was launched"
+        for url in options.server_urls:
+            AttachedServer(url, None, fake.target, None).client.close()  # it answers still
+        fewer = options.model_copy(update={"server_dump_dirs": [str(folder)]})
+        with pytest.raises(UserError, match="as many dump folders as servers"), open_servers(fewer, *arguments):
+            pass
 
 
 def test_a_wrong_model_on_the_right_port_is_refused(fake):

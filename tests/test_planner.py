@@ -1,13 +1,17 @@
 import json
 import os
+import re
 from collections import namedtuple
+from types import SimpleNamespace
 
+import nbformat
 import pytest
 import yaml
 from fake_capture import make_records
 
 from eagle3_utils.corpus.records import Record, write_parquet
 from eagle3_utils.errors import UserError
+from eagle3_utils.runner import notebook_path
 from eagle3_utils.states import planner
 from eagle3_utils.states.planner import plan, plan_from_parameters
 from eagle3_utils.states.sizes import CorpusNumbers
@@ -38,6 +42,28 @@ def test_what_does_not_fit_names_the_shortfall_and_what_would(tmp_path, disk):
     with pytest.raises(UserError, match="short") as error:
         result.require()
     assert error.value.exit_code == 2
+
+
+def test_another_disk_is_an_option_once_when_it_has_room_and_is_no_memory(tmp_path, disk, monkeypatch):
+    disk(6 * 2**40)
+    mounts = {"here": "ext4", "large": "nfs4", "large-again": "nfs4", "read-only": "ext4", "memory": "tmpfs"}
+    for name in mounts:
+        (tmp_path / name).mkdir()
+    partitions = [
+        SimpleNamespace(
+            mountpoint=str(tmp_path / name), fstype=kind, opts="ro" if name == "read-only" else "rw,relatime"
+        )
+        for name, kind in mounts.items()
+    ]
+    monkeypatch.setattr(planner.psutil, "disk_partitions", lambda all: partitions)
+    monkeypatch.setattr(planner, "_device", lambda folder: folder.name.split("-")[0])
+    result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path / "here", tmp_path, 64 << 30, min_free_bytes=2 * 2**40)
+    assert not result.fits, "4.58 TiB and 2 TiB to stay free"
+    assert not any("data_root" in option["change"] for option in result.options), "a disk without that room"
+    monkeypatch.setattr(planner, "_free_bytes", lambda path: (1 if path.name == "here" else 8) * 2**40)
+    result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path / "here", tmp_path, 64 << 30, min_free_bytes=2 * 2**40)
+    disks = [option["change"] for option in result.options if "data_root" in option["change"]]
+    assert disks == [f"data_root under {tmp_path / 'large'} (8.00 TiB free)"]
 
 
 def test_hours_come_from_the_rate_range(tmp_path, disk):
@@ -119,3 +145,11 @@ def test_a_corpus_and_a_pilot_on_disk_are_used(tmp_path, disk):
     result = plan_from_parameters(path)
     assert (result.num_samples, result.num_tokens) == (30, sum(len(record.input_ids) for record in records))
     assert result.tokens_per_second == (800.0, 1100.0)
+
+
+def test_notebook_03_asks_the_plan_before_a_server_starts_and_plan_and_codec_before_it_extracts():
+    cells = nbformat.read(notebook_path("03_extract_hidden_states"), as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    first, second = (match.start() for match in re.finditer(r"^plan\.require\(\)$", code, re.M))
+    codec = code.index("piloted.codecs[config.codec].require(")
+    assert first < code.index("open_servers(config") < codec < second < code.index("extract.extract(")

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -95,6 +97,21 @@ def test_a_folder_a_live_server_dumps_into_is_refused(tmp_path):
     (tmp_path / "handshake.json").write_text(json.dumps({"pid": os.getpid()}))
     with pytest.raises(UserError, match=f"a live server .pid {os.getpid()}."):
         processes.empty_dump_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("pids", "refused"), [([], False), ([None], True), ([1], True), (["ours", None], False),
+                                               (["ours", 1], True)])  # fmt: skip
+def test_who_answers_on_the_port_must_be_of_the_group(monkeypatch, pids, refused):
+    """Also when its pid cannot be seen (another user's); a system that shows no sockets at all proves nothing."""
+    address = SimpleNamespace(port=20_000)
+    sockets = [
+        SimpleNamespace(pid=os.getpid() if pid == "ours" else pid, laddr=address, status=psutil.CONN_LISTEN)
+        for pid in pids
+    ]
+    monkeypatch.setattr(psutil, "net_connections", lambda _kind: sockets)
+    expected = pytest.raises(UserError, match="something else answers on port 20000") if refused else nullcontext()
+    with expected:
+        processes.check_listener(20_000, os.getpgid(0))
 
 
 def test_a_handshake_of_another_process_group_is_refused():

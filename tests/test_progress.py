@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+from eagle3_utils.states.extraction import progress
 from eagle3_utils.states.extraction.progress import MAX_POINTS, ExtractionProgress, progress_line
 
 FIGURES = {
@@ -37,3 +38,14 @@ def test_progress_reaches_the_stage_and_the_history_stays_small():
     assert MAX_POINTS / 2 <= len(watcher.history) <= MAX_POINTS
     gaps = {round(b[0] - a[0]) for a, b in zip(watcher.history, watcher.history[1:], strict=False)}
     assert gaps <= {2, 4}
+
+
+def test_the_notebook_has_one_line_that_is_replaced(monkeypatch):
+    shown, replaced = [], []
+    handle = SimpleNamespace(update=lambda data, raw: replaced.append(data["text/plain"]))
+    monkeypatch.setattr(progress, "get_ipython", lambda: "a notebook")
+    monkeypatch.setattr(progress, "display", lambda data, raw, display_id: shown.append(data["text/plain"]) or handle)
+    watcher = ExtractionProgress(SimpleNamespace(progress=lambda **fields: None), "val")
+    for done in (1, 2, 3):
+        watcher(FIGURES | {"done": done})
+    assert [line[:7] for line in shown] == ["val: 1/"] and [line[:7] for line in replaced] == ["val: 2/", "val: 3/"]

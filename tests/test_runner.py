@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -141,7 +140,7 @@ def test_sigterm_interrupts_the_kernel_lets_it_clean_up_and_leaves_the_stage_und
     while not (progress.is_file() and "sleep" in progress.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    assert runner.stop(tmp_path / "run", timeout_seconds=120) == process.pid  # sends SIGTERM, and waits
     assert "interrupted" in process.communicate(timeout=120)[1]
     assert process.returncode == 130
     assert (tmp_path / "run" / STAGE / "cleaned").exists()

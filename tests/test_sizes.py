@@ -2,7 +2,7 @@ import pytest
 from fake_capture import HIDDEN, make_records, sample_of, store_meta
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.sizes import CorpusNumbers, format_bytes, state_bytes
+from eagle3_utils.states.sizes import CorpusNumbers, codec_table, format_bytes, format_codec, state_bytes
 from eagle3_utils.states.store import StoreWriter
 
 KIMI = CorpusNumbers(num_samples=37_312, num_tokens=87_800_000, num_final_rows=43_900_000, longest=8192)
@@ -12,6 +12,15 @@ def test_bytes_of_the_reference_run():
     sizes = state_bytes(KIMI, 7168, 3, "bf16", "all")
     assert (sizes["aux"] + sizes["final"]) / KIMI.num_tokens == 57_344
     assert (sizes["aux"] + sizes["final"]) / 2**40 == pytest.approx(4.58, abs=0.005)
+
+
+def test_the_table_has_every_codec_by_tensor():
+    table = {(entry["codec"], entry["final"]): entry for entry in codec_table(KIMI, 7168, 3)}
+    assert list(table) == [("bf16", "all"), ("bf16", "supervised"), ("fp8", "all"), ("fp8", "supervised")]
+    assert table["bf16", "all"]["state_bytes_per_token"] == 57_344
+    assert table["fp8", "supervised"]["bytes_per_token"]["aux"] == 3 * 7172
+    assert table["fp8", "supervised"]["bytes_per_token"]["final"] == 3586
+    assert format_codec(table["bf16", "all"]) == "bf16, all: 57,344 B a token, 4.58 TiB"
 
 
 def test_compact_codec_is_at_most_045_of_bf16_with_half_the_tokens_supervised():

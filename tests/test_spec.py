@@ -21,9 +21,9 @@ def test_the_default_layers_are_early_middle_and_late_as_boundaries(target):
     assert CaptureSpec([2, 30, 58], spec.dump_dir).boundaries == [3, 31, 59]
 
 
-@pytest.mark.parametrize("layers", [[5, 3], [3, 3], [-1, 4], [4, 30]])
+@pytest.mark.parametrize("layers", [[5, 3], [3, 3], [-1, 4], [4, 30], [4, 29]])
 def test_layers_that_do_not_rise_or_do_not_exist_are_refused(target, layers):
-    with pytest.raises(UserError, match=r"must rise and lie in 0…29"):
+    with pytest.raises(UserError, match=r"must rise and lie in 0…28"):
         capture_spec(ProbeConfig(aux_layers=layers), target)
 
 

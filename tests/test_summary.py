@@ -70,6 +70,13 @@ def test_status_tells_running_from_stopped_by_the_process(tmp_path):
     line = summary.format_stage(summary.stage_rows(tmp_path)[1])
     assert "3/9 samples" in line and "tokens_per_second 12.5" in line
     json.dumps(summary.stage_rows(tmp_path))
+    extraction = {"tokens_per_second_now": 365_123.4, "bytes_per_second": 1.71e9, "eta_seconds": 150.0, "failed": 1}
+    disk = {"staged_bytes": 3 << 30, "staging_max_bytes": 4 << 30, "disk_free_bytes": 70 << 30}
+    line = summary.format_stage({"stage": "03_extract_hidden_states", "state": "running"} | extraction | disk)
+    assert line.endswith(
+        "tokens_per_second_now 365,123  1.710 GB/s  ETA 2.5 min  failed 1  "
+        "staged 3.00 GiB  staging_max 4.00 GiB  disk_free 70.00 GiB"
+    )
 
 
 def test_status_after_a_stop_says_stopped_and_how_to_go_on(tmp_path):

@@ -1,11 +1,15 @@
 import os
+import sqlite3
 
 import h5py
 import pytest
-from fake_capture import SMALL_SHARD, fill, make_records, sample_of, store_meta
+from fake_capture import SMALL_SHARD, fill, flip_a_byte, make_records, sample_of, store_meta
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.sample import encode_sample
+from eagle3_utils.states.shards.shard import write_shard
 from eagle3_utils.states.shards.verify import stores_under, verify_store
 from eagle3_utils.states.store import StoreWriter
 
@@ -13,16 +17,6 @@ from eagle3_utils.states.store import StoreWriter
 @pytest.fixture
 def records():
     return make_records(60)
-
-
-def flip_a_byte(path, dataset="aux", row=0) -> None:
-    with h5py.File(path) as file:
-        position = file[dataset].id.get_offset() + int(file["offsets"][row]) * file[dataset][0].nbytes + 5
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)
-        file.seek(position)
-        file.write(bytes([byte[0] ^ 0x10]))
 
 
 def test_a_flipped_byte_is_found_named_and_repaired(tmp_path, records):
@@ -43,6 +37,47 @@ def test_a_flipped_byte_is_found_named_and_repaired(tmp_path, records):
     (tmp_path / "ledger.sqlite").unlink()  # the damaged row must not come back when the ledger is rebuilt
     verify_store(tmp_path, repair=True)
     assert StoreReader(tmp_path).content_hash() == before and verify_store(tmp_path, deep=True).ok
+
+
+def test_a_value_that_is_not_finite_is_found_though_its_checksum_holds(tmp_path, records):
+    fill(tmp_path, records[:3])
+    broken = sample_of(records[5])
+    broken.aux[1, 0, 0] = float("nan")
+    size = write_shard(tmp_path / "shard-000001.h5", [encode_sample(broken, store_meta())], store_meta().attributes())
+    with h5py.File(tmp_path / "shard-000001.h5") as file:
+        row = {"id": broken.id, "source": "x", "num_tokens": len(broken.input_ids), "row": 0, "num_bytes": 1}
+        row["checksum"] = int(file["checksum"][0])
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.commit_shard(1, size, [row])
+    assert verify_store(tmp_path).ok
+    assert verify_store(tmp_path, deep=True).bad == {
+        broken.id: "shard-000001.h5 row 0: aux has 1 values that are not finite"
+    }
+
+
+def test_a_ledger_that_says_something_else_than_the_shard_is_found_without_reading_states(tmp_path, records):
+    fill(tmp_path, records[:12])
+    wrong = {
+        records[1].id: ("checksum = '0000000000000000'", "checksum differs from the ledger's"),
+        records[3].id: ("num_tokens = num_tokens + 1", "length differs from the ledger's"),
+        records[5].id: ("row = row + 1", "holds another sample"),
+    }
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
+        for sample_id, (change, _) in wrong.items():
+            ledger.execute(f"UPDATE samples SET {change} WHERE id = ?", (sample_id,))
+    report = verify_store(tmp_path)
+    assert report.bad.keys() == wrong.keys() and not report.problems
+    assert all(reason in report.bad[sample_id] for sample_id, (_, reason) in wrong.items())
+
+
+def test_a_shard_of_another_model_or_corpus_among_its_own_is_named(tmp_path, records):
+    fill(tmp_path / "a", records[:5])
+    fill(tmp_path / "b", records[:5], corpus="another")
+    os.replace(tmp_path / "b" / "shard-000000.h5", tmp_path / "a" / "shard-000000.h5")
+    report = verify_store(tmp_path / "a")
+    size = "shard-000000.h5 is" in report.problems[0]  # the name of the corpus may change the file's size
+    assert size or report.problems == ["shard-000000.h5: corpus is 'another', store.json says ''"]
+    assert set(report.bad) == {record.id for record in records[:5]}
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "garbage"])

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from eagle3_utils.devices import to_device
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
-from eagle3_utils.draft.modules.fused import normed_linears
+from eagle3_utils.draft.modules.fused import halves, linear, normed_linears
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention
 from eagle3_utils.draft.unrolling.loss import LossJob, chunked_loss
@@ -70,10 +70,10 @@ def prefix_states(model: DraftModel, batch) -> PrefixStates:
     layer, attention = model.midlayer, model.midlayer.self_attn
     fused = model.project(batch.aux)  # [T, H]
     # Both first maps read concat(embedding, hidden). Their embedding half is computed once per token for all steps.
-    query_by_embed, _ = attention.query_weight().chunk(2, dim=1)
+    query_by_embed, _ = halves(attention.query_weight())
     kv_by_embed, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
     embeds = layer.input_layernorm(model.embed(batch.input_ids, getattr(batch, "embeds", None)))  # [T, H]
-    embed_query, embed_kv = F.linear(embeds, query_by_embed), F.linear(embeds, kv_by_embed)
+    embed_query, embed_kv = linear(embeds, query_by_embed), F.linear(embeds, kv_by_embed)
     norm = layer.hidden_norm
     (kv_of_fused,) = normed_linears(fused, norm.weight, norm.eps, kv_by_hidden)
     cos, sin = model.rotary(batch.position_ids)
@@ -88,7 +88,7 @@ def unrolled_hidden(
     """Hidden states after the final norm, by step: [n_0, H], [n_1, H], …"""
     layer, attention, norm, rows = model.midlayer, model.midlayer.self_attn, model.midlayer.hidden_norm, plan.rows
     prefix = prefix or prefix_states(model, batch)
-    _, query_by_hidden = attention.query_weight().chunk(2, dim=1)
+    _, query_by_hidden = halves(attention.query_weight())
     _, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
     hidden = prefix.fused.index_select(0, rows)
     own_keys, own_values, outputs = [], [], []

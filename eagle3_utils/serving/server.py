@@ -116,7 +116,8 @@ class Server(RunningServer):
         self.run_folder.mkdir(parents=True, exist_ok=True)
         checks.check_disk(self.run_folder)
         for orphan in processes.stop_orphans(self.run_folder):
-            logger.warning("stopped a server that an earlier start from this folder left behind: %s", orphan)
+            kept = "one that is to stay is started by you and named in server_urls"
+            logger.warning("stopped a server that a dead run of this folder left behind: %s; %s", orphan, kept)
         weight_bytes = checks.check_model(self.target.path)
         device = flags.resolve_device(self.options)
         checks.check_memory(weight_bytes, device, checks.num_gpus_of(self.options))
@@ -169,6 +170,7 @@ class Server(RunningServer):
         interpreter = checks.ask_interpreter(self.python, environment)
         if self.capture is None:
             return environment
+        checks.warn_of_version(interpreter)
         self.dump_dir = self.capture.dump_dir
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         processes.empty_dump_folder(self.dump_dir)

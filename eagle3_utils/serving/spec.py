@@ -37,10 +37,10 @@ class CaptureSpec:
 def capture_spec(options: CaptureOptions, target: Target, name: str = "dumps") -> CaptureSpec:
     """The capture a stage's parameters ask for; dumps go to /dev/shm where there is one."""
     layers = options.aux_layers or default_aux_layers(target.num_layers)
-    if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < target.num_layers:
-        raise UserError(
-            f"aux_layers {layers} must rise and lie in 0…{target.num_layers - 1}", "aux_layers", exit_code=2
-        )
+    highest = target.num_layers - 2  # SGLang (but for Gemma) hands no draft what leaves the last layer
+    if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= highest:
+        fix = "SGLang hands no draft the last layer's output" if layers[-1] == highest + 1 else None
+        raise UserError(f"aux_layers {layers} must rise and lie in 0…{highest}", "aux_layers", fix, exit_code=2)
     run = xxhash.xxh3_64_hexdigest(str(resolve_path(options.run_dir)).encode())
     if options.staging_dir:
         base = resolve_path(options.staging_dir)

@@ -90,8 +90,14 @@ class CodecReport:
         return [{"state": name, "mean_relative_error": mean, "worst_token": worst} for name, mean, worst in columns]
 
     def require(self, max_kl: float, min_agreement: float) -> None:
-        """Raise `UserError` when the stored teacher differs too much from the original."""
-        if self.mean_kl > max_kl or self.argmax_agreement < min_agreement:
+        """Raise `UserError` when the stored teacher differs too much from the original, or nothing was compared."""
+        if not self.num_supervised:
+            raise UserError(
+                f"codec {self.codec}: no row of the pilot is supervised, so it cannot be judged",
+                "codec judged on the pilot",
+                "raise num_pilot_samples, or see what stage 01 supervises",
+            )
+        if not (self.mean_kl <= max_kl and self.argmax_agreement >= min_agreement):  # NaN does not pass
             raise UserError(
                 f"codec {self.codec}: mean KL {self.mean_kl:.4g} (at most {max_kl}), "
                 f"arg-max agreement {self.argmax_agreement:.4f} (at least {min_agreement})",

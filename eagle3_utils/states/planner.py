@@ -9,9 +9,9 @@ Legend: T tokens, L auxiliary layers, H hidden.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 
 import psutil
@@ -20,29 +20,23 @@ from eagle3_utils.config import ExtractConfig, read_parameters, stage_parameters
 from eagle3_utils.corpus.records import read_parquet
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import data_folder, resolve_path
-from eagle3_utils.states.codec import CODECS, FINALS
 from eagle3_utils.states.shards.builders import processes_for
 from eagle3_utils.states.sizes import (
     STAGING_SHARES,
     CorpusNumbers,
+    codec_table,
     dump_bytes_per_token,
     format_bytes,
+    format_codec,
     shard_limit,
-    state_bytes,
 )
 from eagle3_utils.states.store import num_open_shards
-from eagle3_utils.target import load_target
+from eagle3_utils.target import EXAMPLE_FOLDER, load_target
 
 READ_BYTES_PER_SECOND = 1.4e9  # a plain NVMe disk, when nothing was measured
-PLANNED = (
-    "hidden_size",
-    "num_samples",
-    "num_tokens",
-    "supervised_share",
-    "longest",
-    "slowest_tokens_per_second",
-    "fastest_tokens_per_second",
-)
+_IN_MEMORY = ("tmpfs", "devtmpfs", "ramfs")
+PLANNED = ("hidden_size", "num_samples", "num_tokens", "supervised_share", "longest",
+           "slowest_tokens_per_second", "fastest_tokens_per_second")  # fmt: skip
 
 
 @dataclass
@@ -64,6 +58,7 @@ class Plan:
     tokens_per_second: tuple[float, float] | None
     hours: tuple[float, float] | None
     epoch_read_seconds: float
+    codecs: list[dict]  # of every codec: codec, final, bytes_per_token, state_bytes_per_token, store_bytes
     problems: list[str] = field(default_factory=list)
     options: list[dict] = field(default_factory=list)  # what would fit instead
 
@@ -87,6 +82,7 @@ class Plan:
             f"corpus    {self.num_samples:,} samples, {self.num_tokens:,} tokens",
             f"store     {format_bytes(self.store_bytes)} in {self.num_shards:,} shards "
             f"(codec {self.codec}, final {self.final}; bytes per token: {per_token})",
+            "codecs    " + "\n          ".join(map(format_codec, self.codecs)),
             f"disk      {format_bytes(self.disk_needed_bytes)} needed (staging and what must stay free included), "
             f"{format_bytes(self.disk_free_bytes)} free"
             + (f", {format_bytes(self.stored_bytes)} stored already" if self.stored_bytes else ""),
@@ -119,7 +115,6 @@ def plan(
     shard_bytes: int = 2 << 30,
     min_free_bytes: int = 0,
     tokens_per_second: tuple[float, float] | None = None,
-    read_bytes_per_second: float = READ_BYTES_PER_SECOND,
     num_open: int = num_open_shards(0),
 ) -> Plan:
     """Work out a store before it is made.
@@ -132,8 +127,9 @@ def plan(
     tokens_per_second : (low, high), measured by the pilot or assumed; None: no hours.
     num_open : shards open at a time, which share the staging area.
     """
-    by_tensor = state_bytes(corpus, hidden_size, num_aux, codec, final)
-    total, stored, free = sum(by_tensor.values()), _stored_bytes(folder), _free_bytes(folder)
+    codecs = codec_table(corpus, hidden_size, num_aux)
+    chosen = next(entry for entry in codecs if (entry["codec"], entry["final"]) == (codec, final))
+    total, stored, free = chosen["store_bytes"], _stored_bytes(folder), _free_bytes(folder)
     staging, per_dump = min(staging_max_bytes, _free_bytes(staging_dir)), dump_bytes_per_token(hidden_size, num_aux)
     limit = shard_limit(shard_bytes, staging, num_open, total / max(1, corpus.num_tokens), per_dump)
     needed = max(0, total - stored) + min_free_bytes + (staging if _device(folder) == _device(staging_dir) else 0)
@@ -142,7 +138,7 @@ def plan(
         final=final,
         num_samples=corpus.num_samples,
         num_tokens=corpus.num_tokens,
-        bytes_per_token={name: size / max(1, corpus.num_tokens) for name, size in by_tensor.items()},
+        bytes_per_token=chosen["bytes_per_token"],
         store_bytes=total,
         stored_bytes=stored,
         disk_free_bytes=free,
@@ -152,14 +148,15 @@ def plan(
         staging_available_bytes=staging,
         tokens_per_second=tokens_per_second,
         hours=_hours_at(corpus.num_tokens, tokens_per_second),
-        epoch_read_seconds=total / read_bytes_per_second,
+        epoch_read_seconds=total / READ_BYTES_PER_SECOND,
+        codecs=codecs,
     )
     if needed > free:
         result.problems.append(
             f"the store needs {format_bytes(needed)} on {folder}, {format_bytes(free)} are free: "
             f"{format_bytes(needed - free)} short"
         )
-        result.options = _options(corpus, hidden_size, num_aux, (codec, final), free - needed, total)
+        result.options = _options(result, needed - free) + _other_disks(folder, total + min_free_bytes)
     if result.staging_needed_bytes > staging:
         result.problems.append(
             f"staging needs {format_bytes(result.staging_needed_bytes)} for the longest sample "
@@ -227,10 +224,13 @@ def _corpus_numbers(config: ExtractConfig, data: Path) -> CorpusNumbers:
 
 
 def _hidden_size(config: ExtractConfig) -> int:
-    if config.model == "example" or resolve_path(config.model).is_dir():
+    is_example = config.model == "example"  # made where it is first needed
+    if resolve_path(EXAMPLE_FOLDER if is_example else config.model).is_dir():
         return load_target(config.model, config.trust_remote_code).hidden_size
     if "hidden_size" in config.planned:
         return int(config.planned["hidden_size"])
+    if is_example:
+        return load_target(config.model).hidden_size
     raise UserError("the model is no folder here and planned.hidden_size is not set", config.model, exit_code=2)
 
 
@@ -243,19 +243,28 @@ def _pilot_rate(config: ExtractConfig) -> tuple[float, float] | None:
     return pilot.get("tokens_per_second_low", mean), pilot.get("tokens_per_second_high", mean)
 
 
-def _options(corpus, hidden_size: int, num_aux: int, chosen: tuple[str, str], slack: int, total: int) -> list[dict]:
-    """Codecs, corpus sizes and disks that would fit; `slack` is negative: the bytes missing."""
-    options = []
-    for codec, final in product(CODECS, FINALS):
-        size = sum(state_bytes(corpus, hidden_size, num_aux, codec, final).values())
-        if (codec, final) != chosen and total - size >= -slack:
-            options.append({"change": f"codec: {codec}, final: {final} ({format_bytes(size)})", "store_bytes": size})
-    affordable = int(corpus.num_samples * max(0, total + slack) / max(1, total))
-    if affordable:
+def _options(planned: Plan, missing: int) -> list[dict]:
+    """Codecs and corpus sizes that would save the bytes missing."""
+    options, total = [], planned.store_bytes
+    for entry in planned.codecs:
+        if total - (size := entry["store_bytes"]) >= missing:
+            change = f"codec: {entry['codec']}, final: {entry['final']} ({format_bytes(size)})"
+            options.append({"change": change, "store_bytes": size})
+    if affordable := int(planned.num_samples * max(0, total - missing) / max(1, total)):
         options.append({"change": f"at most {affordable:,} samples of this mix", "num_samples": affordable})
-    for partition in psutil.disk_partitions():
-        if Path(partition.mountpoint).is_dir() and (free := shutil.disk_usage(partition.mountpoint).free) > total:
-            options.append({"change": f"data_root under {partition.mountpoint} ({format_bytes(free)} free)"})
+    return options
+
+
+def _other_disks(folder: Path, needed: int) -> list[dict]:
+    """Mounted disks, those of a network too, that have so much room; each once, whatever it is mounted on."""
+    options, seen = [], {_device(folder)}
+    for mount in psutil.disk_partitions(all=True):
+        path, writable = Path(mount.mountpoint), "ro" not in mount.opts.split(",")
+        if mount.fstype in _IN_MEMORY or not (writable and os.access(path, os.R_OK | os.X_OK) and path.is_dir()):
+            continue
+        if _device(path) not in seen and (free := _free_bytes(path)) >= needed:
+            options.append({"change": f"data_root under {path} ({format_bytes(free)} free)"})
+        seen.add(_device(path))
     return options
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.codec import supervised_rows
+from eagle3_utils.states.codec import CODECS, FINALS, supervised_rows
 
 INDEX_BYTES_PER_TOKEN = 4 + 1 + 1  # input_ids, loss_mask, final_rows
 STAGING_SHARES = 5  # one for dumps in flight, the rest for dumps of open shards and host buffers
@@ -65,6 +66,18 @@ def state_bytes(corpus: CorpusNumbers, hidden_size: int, num_aux: int, codec: st
     return {"aux": corpus.num_tokens * num_aux * row, "final": final_rows * row, "index": index}
 
 
+def codec_table(corpus: CorpusNumbers, hidden_size: int, num_aux: int) -> list[dict]:
+    """Bytes by every codec: of a token by tensor, of its states together, and of the whole store."""
+    table, tokens = [], max(1, corpus.num_tokens)
+    for codec, final in product(CODECS, FINALS):
+        sizes = state_bytes(corpus, hidden_size, num_aux, codec, final)
+        per_token = {name: size / tokens for name, size in sizes.items()}
+        states = per_token["aux"] + per_token["final"]
+        table.append({"codec": codec, "final": final, "bytes_per_token": per_token, "state_bytes_per_token": states})
+        table[-1]["store_bytes"] = sum(sizes.values())
+    return table
+
+
 def held_limit(staging_bytes: int, num_open: int) -> int:
     """Bytes of dumps that one of `num_open` open shards may hold: all of them together half of the staging area."""
     return staging_bytes // (2 * num_open)
@@ -90,3 +103,9 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} TiB"
+
+
+def format_codec(entry: dict) -> str:
+    """A row of `codec_table` for people."""
+    per_token, size = entry["state_bytes_per_token"], format_bytes(entry["store_bytes"])
+    return f"{entry['codec']}, {entry['final']}: {per_token:,.0f} B a token, {size}"

@@ -1,7 +1,8 @@
 """Every gate of the probe on a tiny DeepSeek-V3 (MLA, mixture of experts, YaRN) that SGLang serves on CUDA.
 
 On one GPU, and where there are two also with tensor parallelism (one rank writes) and with attention data parallelism
-(the first rank of each group writes). EAGLE3_GPU_SERVER_ARGS are further SGLang flags.
+(the first rank of each group writes). Decoding runs by CUDA graphs; the overlap schedule is off with tensor parallelism
+and on otherwise. EAGLE3_GPU_SERVER_ARGS are further SGLang flags.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from deepseek_checks import check_every_gate, check_the_anchored_check
 from deepseek_on_cpu import make_tiny_deepseek
 
 from eagle3_utils.config import ProbeConfig
+from eagle3_utils.serving.probing import gates, trials
 from eagle3_utils.serving.server import Server, capture_spec
 from eagle3_utils.target import load_target
 
@@ -34,10 +36,12 @@ def served(request, tmp_path_factory):
     target = load_target(str(folder))
     extra = os.environ.get("EAGLE3_GPU_SERVER_ARGS", "--sampling-backend pytorch --grammar-backend none").split()
     small = ["--moe-runner-backend", "triton", "--max-total-tokens", "65536"]
+    small += ["--cuda-graph-backend-decode", "full", "--cuda-graph-max-bs-decode", "8", "--decode-log-interval", "4"]
     config = ProbeConfig(
         run_dir=str(run), model=str(folder), device="cuda", attention_backend="triton", max_seq_len=1024,
         aux_layers=LAYERS, num_probe_samples=6, num_pilot_samples=32, chunked_prefill_size=512, tp_size=tp_size,
         dp_size=dp_size, mem_fraction_static=0.5, extra_server_args=[*extra, *small],
+        disable_overlap_schedule=request.param == "tensor",
     )  # fmt: skip
     with Server(config, target, run / "server.log", run, capture_spec(config, target)) as server:
         assert server.handshake["ranks"]["writers"] == num_writers
@@ -61,3 +65,14 @@ def test_every_gate_passes_and_layers_are_those_of_hugging_face(served, records)
 def test_the_anchored_check_finds_the_same_layers_without_a_reference(served, records):
     server, target, config = served
     check_the_anchored_check(server, target, config, records)
+
+
+def test_requests_that_also_decode_by_cuda_graph_leave_the_states_of_their_prompts(served, records):
+    server, target, _ = served
+    sequences = {f"hs-decoding-{record.id}": record.input_ids for record in records[:8]}
+    dumps = server.client.capture_many(sequences.items(), 8, max_new_tokens=32, sampling_params={"ignore_eos": True})
+    assert "cuda graph: True" in server.log_path.read_text()
+    for rid, ids in sequences.items():
+        alone, _ = server.client.capture(ids, f"{rid}-alone")
+        assert gates.content_problem(dumps[rid], ids, len(LAYERS), target, torch.bfloat16) is None
+        assert gates.likeness(dumps[rid], alone).within(trials._MIXTURE)

@@ -2,9 +2,9 @@
 
 - Elementwise chains are compiled on CUDA (`fused`): one kernel instead of several passes over memory. EAGLE3_COMPILE=0
   in the environment leaves them as they are.
-- `normed_gated_mlp` and `linear` add a weight's gradient to `weight.grad` in place (one product with beta = 1), because
-  a weight is used once per step of the unroll: autograd would write a full-size gradient for each use and then add it.
-  So `torch.autograd.grad` sees no gradient of these weights; `backward` does.
+- `normed_gated_mlp`, `linear` and, of a `Columns`, `normed_linears` add a weight's gradient to `weight.grad` in place
+  (one product with beta = 1), because a weight is used once per step of the unroll: autograd would write a full-size
+  gradient for each use and then add it. So `torch.autograd.grad` sees no gradient of these weights; `backward` does.
 - `normed_linears` and `normed_gated_mlp` keep the input of the norm before them, not its output, which costs little
   to make again; the MLP keeps gate and up, not their product.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, wraps
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,12 +44,31 @@ def fused(function: Callable) -> Callable:
     return call
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [N, in] @ weightᵀ [in, out]; the weight, a leaf, gets its gradient added in place."""
-    return _Linear.apply(x, weight)
+class Columns(NamedTuple):
+    """Some columns of a weight [out, in] that is a leaf; their gradient is added in place to the leaf's."""
+
+    leaf: torch.Tensor
+    columns: slice
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.leaf.detach()[:, self.columns]
 
 
-def normed_linears(x: torch.Tensor, norm: torch.Tensor, eps: float, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def halves(leaf: torch.Tensor) -> tuple[Columns, Columns]:
+    """The left and the right half of a weight's columns."""
+    middle = leaf.shape[1] // 2
+    return Columns(leaf, slice(0, middle)), Columns(leaf, slice(middle, None))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor | Columns) -> torch.Tensor:
+    """x [N, in] @ weightᵀ [in, out]; the weight, a leaf or columns of one, gets its gradient added in place."""
+    return _Linear.apply(x, weight if isinstance(weight, Columns) else Columns(weight, slice(None)))
+
+
+def normed_linears(
+    x: torch.Tensor, norm: torch.Tensor, eps: float, *weights: torch.Tensor | Columns
+) -> tuple[torch.Tensor, ...]:
     """RMS norm (weight [H]) and then several linear maps: x [N, H], weights [out, H] each -> [N, out] each."""
     return _NormedLinears.apply(x, norm, eps, *weights)
 
@@ -61,14 +81,18 @@ def normed_gated_mlp(
     return _NormedGatedMLP.apply(x, norm, eps, gate, up, down)
 
 
-def add_weight_gradient(weight: torch.Tensor, upstream: torch.Tensor, x: torch.Tensor) -> None:
-    """weight.grad += upstreamᵀ [out, N] @ x [N, in], in the weight's dtype (products are summed in float32)."""
+def add_weight_gradient(
+    weight: torch.Tensor, upstream: torch.Tensor, x: torch.Tensor, columns: slice = slice(None)
+) -> None:
+    """weight.grad[:, columns] += upstreamᵀ [out, N] @ x [N, in], in the weight's dtype (sums are float32)."""
     if not weight.requires_grad:
         return
-    if weight.grad is None:
+    if weight.grad is None and x.shape[1] == weight.shape[1]:
         weight.grad = upstream.T @ x
-    else:
-        weight.grad.addmm_(upstream.T, x)
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    weight.grad[:, columns].addmm_(upstream.T, x)
 
 
 class _Linear(torch.autograd.Function):
@@ -76,30 +100,38 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return x @ weight.T
+        return x @ weight.values.T
 
     @staticmethod
     def backward(ctx, upstream):
-        add_weight_gradient(ctx.weight, upstream, ctx.saved_tensors[0])
-        return upstream @ ctx.weight, None
+        add_weight_gradient(ctx.weight.leaf, upstream, ctx.saved_tensors[0], ctx.weight.columns)
+        return upstream @ ctx.weight.values, None
 
 
 class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm, eps, *weights):
-        ctx.save_for_backward(x, norm, *weights)
-        ctx.eps = eps
+        ctx.save_for_backward(x, norm)
+        ctx.weights, ctx.eps = weights, eps
         normed = F.rms_norm(x, x.shape[-1:], norm, eps)
-        return tuple(normed @ weight.T for weight in weights)
+        return tuple(normed @ _values(weight).T for weight in weights)
 
     @staticmethod
     def backward(ctx, *upstreams):
-        x, norm, *weights = ctx.saved_tensors
+        x, norm = ctx.saved_tensors
         normed, by_inputs = _normed_again(x, norm, ctx.eps)
-        by_normed = upstreams[0] @ weights[0]
-        for upstream, weight in zip(upstreams[1:], weights[1:], strict=True):
-            by_normed.addmm_(upstream, weight)
-        return *by_inputs(by_normed), None, *(upstream.T @ normed for upstream in upstreams)
+        by_normed, by_weights = None, []
+        for upstream, weight in zip(upstreams, ctx.weights, strict=True):
+            values = _values(weight)
+            by_normed = upstream @ values if by_normed is None else by_normed.addmm_(upstream, values)
+            if isinstance(weight, Columns):
+                add_weight_gradient(weight.leaf, upstream, normed, weight.columns)
+            by_weights.append(None if isinstance(weight, Columns) else upstream.T @ normed)
+        return *by_inputs(by_normed), None, *by_weights
+
+
+def _values(weight: torch.Tensor | Columns) -> torch.Tensor:
+    return weight.values if isinstance(weight, Columns) else weight
 
 
 class _NormedGatedMLP(torch.autograd.Function):

@@ -64,7 +64,7 @@ class LlamaAttention(nn.Module):
         return self.head_dim
 
     def query_weight(self) -> torch.Tensor:
-        """First map of the queries, [query latent, 2H]."""
+        """First map of the queries, [query latent, 2H]: a leaf."""
         return self.q_proj.weight
 
     def key_value_weight(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ class MLAttention(nn.Module):
         self.scale = (self.nope_dim + self.rotary_dim) ** -0.5 * _yarn_softmax_factor(config.rope)
 
     def query_weight(self) -> torch.Tensor:
-        """First map of the queries, [query latent, 2H]."""
+        """First map of the queries, [query latent, 2H]: a leaf."""
         return self.q_a_proj.weight
 
     def key_value_weight(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -18,6 +19,8 @@ from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.launch import gpus
 
+logger = logging.getLogger(__name__)
+SGLANG_VERSION = "0.5.14"  # whose source capture was read against
 PLUGIN_GROUP, PLUGIN_NAME = "sglang.srt.plugins", "eagle3_capture"
 _ASK = f"""
 import importlib.metadata as m, json, sys
@@ -73,6 +76,13 @@ def ask_interpreter(path: str, environment: dict[str, str] | None = None) -> Int
             "install sglang there, or name the Python of the environment that has it",
         )
     return Interpreter(path=path, **facts)
+
+
+def warn_of_version(interpreter: Interpreter) -> None:
+    """Say so when capture is about to run inside an SGLang it was not tested with; the probe has the last word."""
+    if interpreter.sglang.split("+")[0] != SGLANG_VERSION:
+        found, path = interpreter.sglang, interpreter.path
+        logger.warning("SGLang %s in %s: capture is tested with %s, trust the probe", found, path, SGLANG_VERSION)
 
 
 def port_holder(port: int) -> str | None:

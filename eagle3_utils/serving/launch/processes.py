@@ -137,18 +137,19 @@ def _launcher_lives(facts: dict) -> bool:
         return False
 
 
-def _listeners(port: int) -> set[int]:
-    """Pids of the processes that listen on a local port, as far as they can be seen."""
+def _listeners(port: int) -> set[int | None]:
+    """Pids of the processes that listen on a local port; None stands for any that cannot be seen."""
     return {
         connection.pid
         for connection in psutil.net_connections("tcp")
         if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-    } - {None}
+    }
 
 
 def check_listener(port: int, group: int) -> None:
-    """Raise `UserError` when the process that listens on the port is not one of the server's."""
-    if _listeners(port) - {process.pid for process in group_members(group)}:
+    """Raise `UserError` when the process that listens on the port is not one of the server's, or cannot be seen."""
+    listeners = _listeners(port)
+    if listeners == {None} or listeners - {None, *(process.pid for process in group_members(group))}:
         raise UserError(
             f"something else answers on port {port}: {port_holder(port)}", "port", "stop it, or set port: 0"
         )
@@ -161,7 +162,8 @@ def check_answers(url: str, pid: int, dump_dir: Path) -> None:
     except psutil.NoSuchProcess:
         raise UserError(f"the handshake is a dead server's (pid {pid})", str(dump_dir)) from None
     address = urlsplit(url)
-    listeners = _listeners(address.port) if address.hostname in ("127.0.0.1", "localhost", "::1") else set()
+    is_local = address.hostname in ("127.0.0.1", "localhost", "::1")
+    listeners = _listeners(address.port) - {None} if is_local else set()
     if listeners and not listeners & family:
         raise UserError(
             f"the handshake is of pid {pid}, but {url} is answered by {port_holder(address.port)}", str(dump_dir),

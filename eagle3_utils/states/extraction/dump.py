@@ -86,10 +86,10 @@ def take_sample(dump: Dump, record, rid: str, meta: StoreMeta, nonce: str | None
     said = dump.metadata
     if said.get("rid") != rid:
         raise BadDump(f"the dump is of request {said.get('rid')!r}, not {rid!r}")
-    if nonce is not None and said.get("nonce", nonce) != nonce:
+    if nonce is not None and said.get("nonce") != nonce:
         raise BadDump(f"the dump was left by another server (nonce {said.get('nonce')})")
-    if "layers" in said and json.loads(said["layers"]) != list(meta.aux_layers):
-        raise BadDump(f"the dump holds layers {said['layers']}, not {list(meta.aux_layers)}")
+    if said.get("layers") != json.dumps(list(meta.aux_layers)):
+        raise BadDump(f"the dump holds layers {said.get('layers')}, not {list(meta.aux_layers)}")
     wanted = np.frombuffer(array("q", record.input_ids), dtype=np.int64)
     if len(dump.input_ids) != len(wanted):
         raise BadDump(f"{len(dump.input_ids)} tokens came back, {len(wanted)} were sent")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from eagle3_utils.errors import UserError
 
@@ -163,7 +163,7 @@ class TrainConfig(StageConfig):
     freeze_lm_head: bool = False
     epochs: float = Field(3.0, gt=0)
     max_tokens_per_step: int = Field(1024, ge=16)
-    batches_per_step: int = Field(1, ge=1)
+    batches_per_step: int = Field(1, ge=1, validate_default=True)
     learning_rate: float = Field(1.0e-3, gt=0)
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
@@ -175,6 +175,13 @@ class TrainConfig(StageConfig):
     prefetch_batches: int = Field(2, ge=0)
     max_rows_at_once: int = Field(8192, ge=1)
     frozen_on_host: bool = False
+
+    @field_validator("batches_per_step")
+    @classmethod
+    def _is_shared_out(cls, batches: int, others: ValidationInfo) -> int:
+        if batches % max(1, others.data.get("num_gpus", 1)):
+            raise ValueError("every GPU takes as many batches of a step: make it a multiple of num_gpus")
+        return batches
 
 
 class EvaluateConfig(ServingOptions, StageConfig):

@@ -27,6 +27,13 @@ def test_wrong_type_is_refused_and_not_converted():
         TrainConfig.parse({"max_seq_len": "1024"})
 
 
+@pytest.mark.parametrize("values", [{"num_gpus": 8}, {"num_gpus": 4, "batches_per_step": 6}])
+def test_gpus_must_share_out_the_batches_of_a_step(values):
+    with pytest.raises(UserError, match=r"batches_per_step = [16]: .*make it a multiple of num_gpus"):
+        TrainConfig.parse(values)
+    assert TrainConfig.parse({"num_gpus": 4, "batches_per_step": 8}).batches_per_step == 8
+
+
 def test_from_notebook_takes_its_own_names_only():
     config = TrainConfig.from_notebook({"epochs": 3.0, "In": [], "torch": object()})
     assert config.epochs == 3.0

@@ -34,9 +34,3 @@ def test_the_exception_of_a_rank_is_found_in_its_log():
     )
     assert launch._first_error(log) == "TypeError: no Short"
     assert launch._first_error("nothing of use\n") is None
-
-
-def test_steps_that_gpus_cannot_share_are_refused_before_they_start(make_config):
-    config = make_config(num_gpus=2, batches_per_step=3)
-    with pytest.raises(UserError, match="2 GPUs cannot share out 3 batches a step"):
-        launch.run_training(config, open_stage(config, inputs={}))

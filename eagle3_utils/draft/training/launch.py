@@ -33,7 +33,7 @@ def run_training(
     watch: called after every step (under torchrun every two seconds), a live plot for instance.
 
     With `num_gpus` > 1 every rank is a process of its own; this one shows their progress and hands on an interrupt.
-    Raises `UserError` when they cannot share a step's batches, and when a rank fails (its words are in train.log).
+    Raises `UserError` when a rank fails, in its words (the rest is in train.log).
     """
     if config.num_gpus <= 1:
 
@@ -44,11 +44,6 @@ def run_training(
         model, report = train(config, stage.log, progress)
         _say_waiting(report, stage)
         return model.place("cpu", torch.float32), report
-    if config.batches_per_step % config.num_gpus:
-        raise UserError(
-            f"{config.num_gpus} GPUs cannot share out {config.batches_per_step} batches a step", "batches_per_step",
-            f"make it a multiple of num_gpus, for instance {config.num_gpus}; every batch holds max_tokens_per_step",
-        )  # fmt: skip
     parameters = stage.folder / "train.yaml"
     parameters.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.num_gpus}",

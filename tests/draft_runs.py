@@ -1,10 +1,16 @@
 """Fixtures of the tests that train: stores of a tiny target's greedy text with its real states, and configs on them."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.runs import data_folder
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
 
@@ -69,3 +75,14 @@ def config_on(states, tiny_llama, run_folder, **changes):
 def folder_of(config):
     """The draft folder of a run."""
     return data_folder(config) / "draft"
+
+
+def run_on_two_ranks(config, path):
+    """Train under torchrun; the entries of the journal's training steps. path: for the parameters."""
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "eagle3_utils.draft.train", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return read_journal(folder_of(config), "train")

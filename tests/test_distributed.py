@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-import yaml
-from draft_runs import config_on, folder_of
+from draft_runs import config_on, folder_of, run_on_two_ranks
 from safetensors.torch import load_file
 
 from eagle3_utils.draft.train import train
@@ -31,16 +30,6 @@ def curve_of_one(states, tiny_llama, tmp_path_factory):
 
 
 SHARED = {"batches_per_step": 2, "epochs": 2.0, "keep_checkpoints": 9, "checkpoint_every_steps": 2}
-
-
-def run_on_two_ranks(config, path):
-    path.write_text(yaml.safe_dump(config.model_dump()))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "eagle3_utils.draft.train", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return read_journal(folder_of(config), "train")
 
 
 def same_curve(one, two):

@@ -90,3 +90,11 @@ def test_a_full_disk_is_named_and_nothing_committed_is_lost(tmp_path):
         with Ledger(tmp_path / "disk" / "ledger.sqlite") as ledger:
             ledger.commit_shard(1, 10, rows[10:20])
             assert ledger.counts()["done"] == 20
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_damaged_file_is_named_with_the_way_to_rebuild_it(tmp_path, read_only):
+    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(UserError, match=r"ledger\.sqlite is damaged") as damaged:
+        Ledger(tmp_path / "ledger.sqlite", read_only).counts()
+    assert f"eagle3 verify {tmp_path} --repair" in str(damaged.value)

@@ -152,10 +152,8 @@ def plan(
         codecs=codecs,
     )
     if needed > free:
-        result.problems.append(
-            f"the store needs {format_bytes(needed)} on {folder}, {format_bytes(free)} are free: "
-            f"{format_bytes(needed - free)} short"
-        )
+        needs, has, short = map(format_bytes, (needed, free, needed - free))
+        result.problems.append(f"the store needs {needs} on {folder}, {has} are free: {short} short")
         result.options = _options(result, needed - free) + _other_disks(folder, total + min_free_bytes)
     if result.staging_needed_bytes > staging:
         result.problems.append(

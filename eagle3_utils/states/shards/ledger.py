@@ -55,7 +55,7 @@ class Ledger:
             return
         self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         try:
-            with self._room_on_disk():
+            with self._troubles_named():
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.executescript(SCHEMA)
@@ -75,7 +75,7 @@ class Ledger:
         ----------
         rows : dicts with id, source, num_tokens, row, checksum (int), num_bytes.
         """
-        with self._lock, self._room_on_disk(), self._connection:
+        with self._lock, self._troubles_named(), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?)", (number, len(rows), file_bytes))
             self._connection.executemany(
@@ -161,12 +161,19 @@ class Ledger:
         self.close()
 
     @contextmanager
-    def _room_on_disk(self) -> Iterator[None]:
-        """Say so when what fails is that the disk is full; the transaction is rolled back."""
+    def _troubles_named(self) -> Iterator[None]:
+        """Say so when the disk is full (the transaction is rolled back) or the file is no ledger any more."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            if (error.sqlite_errorcode & 0xFF) not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        except sqlite3.DatabaseError as error:
+            code = error.sqlite_errorcode & 0xFF
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise UserError(
+                    f"{self.path.name} is damaged: {error}; the shards hold what it knew",
+                    str(self.path.parent),
+                    f"remove {self.path.name}, and rebuild it: eagle3 verify {self.path.parent} --repair",
+                ) from error
+            if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
                 raise
             raise UserError(
                 f"disk full (or failing) while writing {self.path.name}: {error}; every finished shard is whole",
@@ -175,10 +182,10 @@ class Ledger:
             ) from error
 
     def _write(self, statement: str, rows: list[tuple]) -> None:
-        with self._lock, self._room_on_disk(), self._connection:
+        with self._lock, self._troubles_named(), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.executemany(statement, rows)
 
     def _read(self, statement: str, values: tuple = ()) -> list[tuple]:
-        with self._lock:
+        with self._lock, self._troubles_named():
             return self._connection.execute(statement, values).fetchall()

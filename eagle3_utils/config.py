@@ -146,6 +146,7 @@ class ExtractConfig(ServingOptions, CaptureOptions, StageConfig):
 class TrainConfig(StageConfig):
     stage: ClassVar[str] = "04_train_draft"
 
+    more_data: list[str] = []
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_gpus: int = Field(1, ge=0)
     sharding: Literal["none", "fsdp"] = "none"

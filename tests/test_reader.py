@@ -35,6 +35,14 @@ def test_several_stores_read_as_one_and_a_double_is_named(tmp_path, records):
         StoreReader([tmp_path / "a", tmp_path / "d"])
 
 
+def test_a_split_of_several_runs_is_one_dataset(tmp_path, records):
+    for number, run in enumerate(("a", "b", "c")):
+        fill(tmp_path / run / "hidden_states" / "val", records[number * 20 : (number + 1) * 20])
+    more = [str(tmp_path / "b"), str(tmp_path / "c")]
+    assert StoreReader.of_split("val", tmp_path / "a", more).ids == sorted(record.id for record in records)
+    assert len(StoreReader.of_split("val", tmp_path / "b")) == 20
+
+
 def test_reader_survives_pickling(tmp_path, records):
     fill(tmp_path, records)
     reader = StoreReader(tmp_path)

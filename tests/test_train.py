@@ -16,6 +16,7 @@ from eagle3_utils.draft.training.checkpoint import checkpoint_folders, newest_wh
 from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.store import StoreWriter
 from eagle3_utils.target import load_target
 
 pytest_plugins = ["draft_runs"]  # fixtures
@@ -104,3 +105,19 @@ def test_validation_reports_the_constant_baseline(make_config):
     assert 0.0 <= best["baseline"][0] < 1.0
     assert all(0 <= overlap <= 1 for overlap in best["overlap"])
     assert 1.0 <= best["accept_length"] <= 1 + config.ttt_steps
+
+
+def test_states_of_two_runs_are_trained_on_like_those_of_one(make_config, states, tmp_path):
+    one = make_config("one", epochs=1.0)
+    train(one)
+    for split in ("train", "val"):
+        reader = StoreReader(states / "hidden_states" / split)
+        for number, folder in enumerate(("first", "second")):
+            with StoreWriter(tmp_path / folder / "hidden_states" / split, reader.meta, shard_bytes=1 << 28) as writer:
+                for index in range(number, len(reader), 2):
+                    writer.add(reader.read(index))
+    two = make_config("two", epochs=1.0, data_root=str(tmp_path / "first"), more_data=[str(tmp_path / "second")])
+    train(two)
+    curves = [[(e["loss"], e["tokens"]) for e in read_journal(folder_of(config), "train")] for config in (one, two)]
+    assert curves[0] == curves[1] and len(curves[0]) > 2
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(one).values(), weights_of(two).values(), strict=True))

@@ -49,7 +49,7 @@ from eagle3_utils.target import load_target
 
 # Parameters that do not change what is learnt (beyond rounding): a run may be resumed with others.
 _FREE = ("device", "num_gpus", "sharding", "validate_every_steps", "checkpoint_every_steps", "keep_checkpoints",
-         "max_nonfinite_in_a_row", "prefetch_batches", "max_rows_at_once", "frozen_on_host", "model",
+         "max_nonfinite_in_a_row", "prefetch_batches", "max_rows_at_once", "frozen_on_host", "model", "more_data",
          "trust_remote_code")  # fmt: skip
 
 
@@ -102,12 +102,12 @@ class Trainer:
         data = data_folder(config)
         self.folder = data / "draft"
         self.target = load_target(config.model, config.trust_remote_code)
-        reader = StoreReader(data / "hidden_states" / "train")
+        reader = StoreReader.of_split("train", data, config.more_data)
         sharing = {"seed": config.seed, "rank": ranks.rank, "num_ranks": ranks.num_ranks,
                    "prefetch": config.prefetch_batches, "pin_memory": ranks.device.type == "cuda"}  # fmt: skip
         train_data = PackedDataset(reader, config.max_tokens_per_step, multiple_of=config.batches_per_step, **sharing)
         self.schedule = StepSchedule(train_data, config.batches_per_step // ranks.num_ranks, config.epochs)
-        val_reader = StoreReader(data / "hidden_states" / "val")
+        val_reader = StoreReader.of_split("val", data, config.more_data)
         self.val_data = PackedDataset(val_reader, config.max_tokens_per_step, shuffle=False, **sharing)
         counts, all_counts = token_counts(reader, self.target)
         vocab = corpus_vocab(counts, self.target, config.draft_vocab_size, all_counts)

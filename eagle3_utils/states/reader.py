@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import xxhash
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import resolve_path
 from eagle3_utils.states.codec import decode
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
@@ -49,6 +51,11 @@ class StoreReader:
         self.num_bytes = sum(entry[7] for entry in entries)
         self._places = [(entry[0], entry[4], entry[5]) for entry in entries]
         self._shards: OrderedDict[tuple[int, int], Shard] = OrderedDict()
+
+    @classmethod
+    def of_split(cls, split: str, data: Path, more_data: Iterable[str] = ()) -> StoreReader:
+        """The states of "train" or "val" under a run's data folder and under those of other runs, as one dataset."""
+        return cls([folder / "hidden_states" / split for folder in (data, *map(resolve_path, more_data))])
 
     def __len__(self) -> int:
         return len(self.ids)

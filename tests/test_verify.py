@@ -7,6 +7,7 @@ from fake_capture import SMALL_SHARD, fill, flip_a_byte, make_records, sample_of
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards import verify
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.sample import encode_sample
 from eagle3_utils.states.shards.shard import write_shard
@@ -39,16 +40,36 @@ def test_a_flipped_byte_is_found_named_and_repaired(tmp_path, records):
     assert StoreReader(tmp_path).content_hash() == before and verify_store(tmp_path, deep=True).ok
 
 
+def put_in_place(folder, number, sample):
+    """Write a shard of one sample; returns what enters it into the ledger."""
+    path = folder / f"shard-{number:06d}.h5"
+    size = write_shard(path, [encode_sample(sample, store_meta())], store_meta().attributes())
+    with h5py.File(path) as file:
+        row = {"id": sample.id, "source": "x", "num_tokens": len(sample.input_ids), "row": 0, "num_bytes": 1}
+        row["checksum"] = int(file["checksum"][0])
+
+    def enter(_seconds=0.0):
+        with Ledger(folder / "ledger.sqlite") as ledger:
+            ledger.commit_shard(number, size, [row])
+
+    return enter
+
+
+def test_a_shard_that_is_about_to_be_entered_is_no_problem(tmp_path, records, monkeypatch):
+    fill(tmp_path, records[:3])
+    enter = put_in_place(tmp_path, 1, sample_of(records[5]))
+    monkeypatch.setattr(verify, "_ENTRY_SECONDS", 0.0)
+    assert verify_store(tmp_path).problems == ["shard-000001.h5 is not in the ledger"]
+    monkeypatch.setattr(verify.time, "sleep", enter)
+    assert verify_store(tmp_path).ok
+
+
 def test_a_value_that_is_not_finite_is_found_though_its_checksum_holds(tmp_path, records):
     fill(tmp_path, records[:3])
     broken = sample_of(records[5])
     broken.aux[1, 0, 0] = float("nan")
-    size = write_shard(tmp_path / "shard-000001.h5", [encode_sample(broken, store_meta())], store_meta().attributes())
-    with h5py.File(tmp_path / "shard-000001.h5") as file:
-        row = {"id": broken.id, "source": "x", "num_tokens": len(broken.input_ids), "row": 0, "num_bytes": 1}
-        row["checksum"] = int(file["checksum"][0])
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        ledger.commit_shard(1, size, [row])
+    enter = put_in_place(tmp_path, 1, broken)
+    enter()
     assert verify_store(tmp_path).ok
     assert verify_store(tmp_path, deep=True).bad == {
         broken.id: "shard-000001.h5 row 0: aux has 1 values that are not finite"

@@ -115,7 +115,7 @@ def measure_codec(
     codec: str,
     aux_layers: list[int],
     teacher_logits: Callable[[torch.Tensor], torch.Tensor],
-    max_rows_per_sample: int = 64,
+    max_rows_per_sample: int = 32,
 ) -> CodecReport:
     """Judge a codec on a pilot stored in bf16, before the disk is committed.
 

@@ -86,7 +86,7 @@ def plan_of(rows, lengths):
 def test_places_of_rows_and_keys():
     layout = flash.span_layout(plan_of([12, 2, 15, 3], [6, 5, 7]))
     assert layout.query_bounds.tolist() == [0, 4, 10] and layout.key_bounds.tolist() == [0, 6, 13]  # to their ends
-    assert layout.places.tolist() == [4, 0, 7, 1] and layout.num_places == 10
+    assert layout.places.tolist() == [4, 0, 7, 1] and layout.rows.tolist() == [1, 3, 0, 0, 0, 0, 0, 2, 0, 0]
     assert layout.keys.tolist() == [0, 1, 2, 3, 4, 5, 11, 12, 13, 14, 15, 16, 17]
     assert (layout.longest_query, layout.longest_key) == (6, 7)
 

@@ -34,13 +34,13 @@ _MOST_WIDTH = 256
 
 @dataclass
 class SpanLayout(kernels.Spans):
-    """places int64 [N]: where in the spans each row lies; num_places of them there are.
+    """places int64 [N]: where in the spans each row lies. rows int64 [P]: the row at each place, any if there is none.
 
     keys: the slots whose keys the documents see, laid end to end; a slice where they are neighbours.
     """
 
     places: torch.Tensor
-    num_places: int
+    rows: torch.Tensor
     keys: slice | torch.Tensor
 
     def to(self, device: torch.device | str) -> SpanLayout:
@@ -63,13 +63,15 @@ def span_layout(plan: UnrollPlan) -> SpanLayout:
     query_bounds, key_bounds = (np.concatenate([[0], lengths.cumsum()]) for lengths in (spans, num_keys))
     document = np.searchsorted(documents, start[slots])
     places = slots - lowest[document] + query_bounds[document]
+    rows = np.zeros(query_bounds[-1], np.int64)
+    rows[places] = np.arange(len(places))
     if np.array_equal(documents[1:], end[:-1]):
         keys = slice(int(documents[0]), int(end[-1]))
     else:
         keys = torch.from_numpy(np.concatenate([np.arange(*ends) for ends in zip(documents, end, strict=True)]))
     bounds = (torch.from_numpy(each.astype(np.int32)) for each in (query_bounds, key_bounds))
     longest = int(spans.max()), int(num_keys.max())
-    return SpanLayout(*bounds, *longest, torch.from_numpy(places), int(query_bounds[-1]), keys)
+    return SpanLayout(*bounds, *longest, torch.from_numpy(places), torch.from_numpy(rows), keys)
 
 
 def attention_for(model: DraftModel) -> Callable[[UnrollPlan], Attention]:
@@ -110,12 +112,13 @@ def flash_attention(plan: UnrollPlan, device: torch.device | str) -> Attention:
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, keys, values, layout, scale, *own):
-        places = layout.places[: len(query)]
+        places, rows = _places(layout, len(query))
         seen = keys[layout.keys], values[layout.keys]
-        attended, lse = kernels.forward(_laid_out(query, places, layout), *seen, layout, scale)
-        attended, lse = attended.index_select(0, places), lse.index_select(0, places)
+        by_place = kernels.forward(query.index_select(0, rows), *seen, layout, scale)
         if own:
-            attended, lse = merge_own_keys(attended, lse, query, *_stacked(own), scale)
+            attended, lse = _merged(*by_place, places, query, *_stacked(own), scale)
+        else:
+            attended, lse = (part.index_select(0, places) for part in by_place)
         ctx.layout, ctx.scale = layout, scale
         ctx.save_for_backward(query, keys, values, attended, lse, *own)
         return attended
@@ -124,28 +127,45 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx, upstream):
         query, keys, values, attended, lse, *own = ctx.saved_tensors
         layout, scale = ctx.layout, ctx.scale
-        places, upstream = layout.places[: len(query)], upstream.contiguous()
-        laid_out = (_laid_out(tensor, places, layout) for tensor in (upstream, query, attended))
-        weightless = lse.new_full((layout.num_places, lse.shape[1]), float("inf")).index_copy_(0, places, lse)
+        (places, rows), upstream = _places(layout, len(query)), upstream.contiguous()
+        laid_out = (tensor.index_select(0, rows) for tensor in (upstream, query, attended))
+        weightless = lse.new_full((len(rows), lse.shape[1]), float("inf")).index_copy_(0, places, lse)
         by_place, *by_seen = kernels.backward(
             *laid_out, keys[layout.keys], values[layout.keys], weightless, layout, scale
         )
-        by_query = by_place.index_select(0, places)
         by_keys, by_values = (
             _by_slot(part, whole, layout) for part, whole in zip(by_seen, (keys, values), strict=True)
         )
         if not own:
-            return by_query, by_keys, by_values, None, None
-        more, by_own_keys, by_own_values = own_keys_gradient(upstream, attended, lse, query, *_stacked(own), scale)
+            return by_place.index_select(0, places), by_keys, by_values, None, None
+        by_query, by_own_keys, by_own_values = own_keys_gradient(
+            upstream, attended, lse, query, *_stacked(own), scale, by_place, places
+        )
         by_own = (*by_own_keys.unbind(1), *by_own_values.unbind(1))
-        return by_query.add_(more), by_keys, by_values, None, None, *by_own
+        return by_query, by_keys, by_values, None, None, *by_own
+
+
+def _places(layout: SpanLayout, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the first rows lie [n], and which of them to lay at each place [P].
+
+    A place without a row gets another's query, and has no weight in the backward pass (its log-sum-exp is infinite).
+    """
+    return layout.places[:num_rows], layout.rows.clamp(max=num_rows - 1)
 
 
 @fused
-def own_keys_gradient(upstream, attended, lse, query, own_keys, own_values, scale):
+def _merged(attended, lse, places, query, own_keys, own_values, scale):
+    """`merge_own_keys` of what stands at some places: attended [P, A, F], lse [P, A] -> [n, A, F], [n, A]."""
+    attended, lse = attended.index_select(0, places), lse.index_select(0, places)
+    return merge_own_keys.__wrapped__(attended, lse, query, own_keys, own_values, scale)
+
+
+@fused
+def own_keys_gradient(upstream, attended, lse, query, own_keys, own_values, scale, by_place, places):
     """Gradients of `merge_own_keys`'s softmax by query [n, A, E], own_keys [n, i, K, E] and own_values [n, i, K, F].
 
     upstream, attended [n, A, F]: the gradient by the merged output, and that output. lse [n, A]: its log-sum-exp.
+    by_place [P, A, E]: the query's gradient from the other keys, which is added at its `places` [n].
     """
     num_kv, dtypes = own_keys.shape[2], (query.dtype, own_keys.dtype, own_values.dtype)
     query, upstream, attended = (part.unflatten(1, (num_kv, -1)).float() for part in (query, upstream, attended))
@@ -154,20 +174,17 @@ def own_keys_gradient(upstream, attended, lse, query, own_keys, own_values, scal
     weights = (scores - lse.unflatten(1, (num_kv, -1))[:, None]).exp()
     mean = (upstream * attended).sum(-1)  # [n, K, G]
     by_scores = weights * ((upstream[:, None] * own_values).sum(-1) - mean[:, None]) * scale
-    by_query = (by_scores[..., None] * own_keys).sum(1).flatten(1, 2)
+    by_query = (by_scores[..., None] * own_keys).sum(1).flatten(1, 2) + by_place.index_select(0, places).float()
     by_keys = (by_scores[..., None] * query[:, None]).sum(3)
     by_values = (weights[..., None] * upstream[:, None]).sum(3)
     gradients = (by_query, by_keys, by_values)
     return tuple(gradient.to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
 
 
-def _laid_out(rows: torch.Tensor, places: torch.Tensor, layout: SpanLayout) -> torch.Tensor:
-    """rows [n, A, E] at their places, zeros elsewhere: [P, A, E]."""
-    return rows.new_zeros(layout.num_places, *rows.shape[1:]).index_copy_(0, places, rows)
-
-
 def _by_slot(gradient: torch.Tensor, whole: torch.Tensor, layout: SpanLayout) -> torch.Tensor:
     """The gradient by some keys or values as one by all of them, [T, K, width]."""
+    if len(gradient) == len(whole):
+        return gradient
     if isinstance(layout.keys, slice):
         spread = torch.zeros_like(whole)
         spread[layout.keys] = gradient

@@ -10,7 +10,14 @@ import torch
 from draft_folders import LAYERS
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.training.build import corpus_vocab, draft_config_for, new_draft, typical_rms
+from eagle3_utils.draft.export import export_draft
+from eagle3_utils.draft.training.build import (
+    corpus_vocab,
+    draft_config_for,
+    new_draft,
+    shape_to_train,
+    typical_rms,
+)
 from eagle3_utils.draft.training.checkpoint import Position, save_checkpoint
 from eagle3_utils.draft.training.optimizer import MasterAdamW
 from eagle3_utils.draft.vocab import vocab_map_of
@@ -85,8 +92,23 @@ def test_warm_start_keeps_the_old_vocabulary(exported, target):
     other = vocab_map_of(torch.arange(256), target.vocab_size)
     model = new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, LAYERS, other)
     assert model.d2t.tolist() == list(range(256)) and model.target_ids[-1] == 510
-    with pytest.raises(UserError, match="trained on layers"):
+    with pytest.raises(UserError, match=r"trained with aux_layers \(1, 2, 4\), here it is \(1, 2, 3\)"):
         new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, [1, 2, 3], other)
+
+
+def test_warm_start_of_another_kind_is_refused_and_one_of_other_widths_keeps_them(draft, exported, target, tmp_path):
+    """What the next step takes shows in no weight: it must not change between two trainings without a word."""
+    vocab = vocab_map_of(torch.arange(256), target.vocab_size)
+    checkpoint = save_checkpoint(
+        tmp_path, draft, MasterAdamW(draft.parameters()), Position(parameters={"norm_output": True, "rope": None}), 1
+    )
+    for folder in (exported, checkpoint):
+        with pytest.raises(UserError, match="trained with norm_output True, here it is False"):
+            new_draft(TrainConfig(norm_output=False, init_from=str(folder)), target, LAYERS, vocab)
+    narrow = replace(target, max_position_embeddings=512, text_config=target.text_config | {"intermediate_size": 96})
+    folder = export_draft(new_draft(TrainConfig(draft_vocab_size=256), narrow, LAYERS, vocab), narrow, tmp_path / "n")
+    shape = shape_to_train(TrainConfig(init_from=str(folder)), target, LAYERS)
+    assert (shape.intermediate_size, shape.max_position_embeddings) == (96, target.max_position_embeddings)
 
 
 def test_warm_start_from_a_checkpoint_has_its_weights_and_vocabulary(draft, target, tmp_path):

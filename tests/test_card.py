@@ -39,9 +39,14 @@ def folders(tmp_path):
     return run, draft
 
 
+def evaluated(run, draft="d00d"):
+    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED)
+    write_json(run / "05_evaluate_acceptance" / "DONE.json", {"inputs": {"draft": draft}})
+
+
 def test_the_card_says_what_was_measured_and_how_to_serve(folders):
     run, draft = folders
-    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED)
+    evaluated(run)
     corpus = {"num_samples": 1200, "num_tokens": 34567, "supervised_share": 0.5,
               "statistics": [{"source": "chat", "samples": 7, "tokens": 99}, {"source": "all"}]}  # fmt: skip
     write_json(run / "01_merge_data" / "metrics.json", corpus)
@@ -60,11 +65,20 @@ def test_the_command_is_one_that_the_installed_sglang_takes(folders):
     from sglang.srt.server_args import ServerArgs
 
     run, draft = folders
-    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED)
+    evaluated(run)
     command = write_card(draft, run).read_text().split("```")[1].replace("\\\n", " ").split()
     flags = dict(zip(command[3::2], command[4::2], strict=True))
     assert flags["--speculative-num-steps"] == "5" and flags["--speculative-num-draft-tokens"] == "6"
     assert all(flag[2:].replace("-", "_") in ServerArgs.__dataclass_fields__ for flag in flags)
+
+
+def test_figures_of_another_draft_and_another_corpus_are_left_out(folders):
+    run, draft = folders
+    evaluated(run, draft="of an earlier training")
+    write_json(run / "01_merge_data" / "metrics.json", {"num_samples": 7})
+    write_json(run / "01_merge_data" / "DONE.json", {"outputs": {"corpus": "merged since"}})
+    text = write_card(draft, run).read_text()
+    assert "0.500 / 0.250" in text and "1.46" not in text and "## Data" not in text
 
 
 def test_what_was_not_measured_is_left_out(folders):

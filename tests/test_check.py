@@ -1,6 +1,7 @@
 """The strict check names each fault that SGLang would serve without a word."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,19 @@ def test_our_own_drafts_say_themselves_what_they_were_trained_on(exported, targe
     assert check_draft(exported, target) == []
     edit(exported, config=lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 5]))
     assert "the draft was trained on [1, 2, 4]" in check_draft(exported, target)[0]
+
+
+def test_a_draft_trained_with_a_rope_of_its_own_is_held_against_that_one(exported, draft, target):
+    draft.config = replace(draft.config, rope={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    export_draft(draft, target, exported)
+    assert check_draft(exported, target) == []
+    edit(exported, config=lambda c: c["rope_parameters"].update(factor=2.0))
+    assert "'factor': 4.0}, with which the draft was trained" in check_draft(exported, target)[0]
+
+
+def test_a_missing_width_is_a_problem_and_no_crash(exported, target):
+    edit(exported, config=lambda c: c.pop("intermediate_size"))
+    assert check_draft(exported, target)[0] == "config.json has no intermediate_size: SGLang would not start"
 
 
 def test_folder_that_is_no_draft_is_refused(tiny_llama, target, tmp_path):

@@ -158,6 +158,10 @@ def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, decod
     report = work.parity(part)
     assert report.num_verifications == sum(answer.verifications for answer in answers)
     assert report.passed or name in report.causes
+    mute = replace(run, answers=[replace(answer, histogram=[]) for answer in answers])
+    assert work.parity(replace(part, runs=[mute])).passed is None
+    slow = replace(run, concurrency=8, answers=answers[:1])
+    assert replace(part, runs=[slow, run]).accept_lengths() == part.accept_lengths()
 
 
 def test_a_draft_of_other_layers_than_the_store_is_refused(config, work, tmp_path):
@@ -173,12 +177,19 @@ def test_a_draft_of_other_layers_than_the_store_is_refused(config, work, tmp_pat
         (folder / "config.json").write_text(original)
 
 
-def test_trained_draft_has_the_weights_of_training(work):
+def test_trained_draft_has_the_weights_and_the_rope_of_training(work):
     path = work.stage.data / "draft" / BEST_WEIGHTS
+    done = work.stage.run_folder / "04_train_draft" / "DONE.json"
     tensors = load_file(path)
     try:
         save_file(tensors | {"norm.weight": torch.full_like(tensors["norm.weight"], 3.0)}, path)
         assert work.trained_draft().norm.weight.eq(3.0).all()
+        assert work.trained_draft().config.rope == work.target.rope
+        done.parent.mkdir()
+        linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+        runs.write_json(done, {"config": {"rope": linear}})
+        assert work.trained_draft().config.rope == linear
     finally:
+        done.unlink(missing_ok=True)
         save_file(tensors, path)
     assert not work.draft.norm.weight.eq(3.0).any()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from eagle3_utils.draft.check import check_draft
-from eagle3_utils.draft.export import export_draft, load_draft
+from eagle3_utils.draft.export import draft_config_of, export_draft, load_draft
 from eagle3_utils.draft.network import DraftCache
 
 pytest_plugins = ["draft_folders"]  # fixtures
@@ -33,6 +33,15 @@ def test_config_says_what_sglang_reads(target, exported):
     parsed = AutoConfig.from_pretrained(exported)
     assert parsed.rope_parameters["rope_theta"] == target.rope["rope_theta"]
     assert parsed.head_dim == 16 and parsed.num_hidden_layers == 1 and not parsed.tie_word_embeddings
+
+
+def test_older_configs_say_rope_scaling_by_type_and_leave_out_what_has_a_default(target, exported):
+    values = json.loads((exported / "config.json").read_text())
+    values |= {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    del values["num_key_value_heads"], values["head_dim"]
+    config = draft_config_of(values, target)
+    assert config.rope == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    assert (config.num_kv_heads, config.head_dim) == (config.num_heads, 64 // config.num_heads)
 
 
 def test_tensors_have_sglangs_names_shapes_and_dtypes(exported):

@@ -74,6 +74,18 @@ def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, m
     assert heldout.replay(draft, batch, TreeShape(3)) == heldout._replay_tree(draft, batch, TreeShape(3), 3)
 
 
+@pytest.mark.parametrize("shape", [TreeShape(3), TreeShape(2, 2, 5)], ids=str)
+def test_of_several_turns_the_first_answer_is_replayed_and_of_none_nothing(model, draft, shape):
+    prompt = Prompt("a", "chat", [3, 5, 1])
+    output_ids = plain_decode(model, prompt.input_ids, 24).output_ids
+    batch = forward.packed_sample(model, prompt, output_ids, AUX_LAYERS)
+    alone = heldout.replay(draft, forward.packed_sample(model, prompt, output_ids[:16], AUX_LAYERS), shape)
+    batch.loss_mask[3 + 16 : -2] = False  # a user's turn, and a second answer
+    assert heldout.replay(draft, batch, shape) == alone and len(alone) > 1
+    batch.loss_mask[:] = False
+    assert heldout.replay(draft, batch, shape) == []
+
+
 def test_the_first_prompts_of_each_source_are_decoded_plainly_too(model, draft):
     prompts = [Prompt(str(n), source, [3, n]) for n, source in enumerate(["chat", "code", "chat", "chat"])]
     done = []

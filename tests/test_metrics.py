@@ -6,7 +6,6 @@ import torch
 from eagle3_utils.draft.metrics import (
     StepCounts,
     accept_length,
-    accept_length_from_totals,
     chain_counts,
     draft_overlap,
 )
@@ -25,8 +24,6 @@ def test_accept_length_counts_the_bonus_token():
     assert accept_length([0.0, 0.9]) == 1.0
     assert accept_length([0.5, 0.5]) == pytest.approx(1 + 0.5 + 0.25)
     assert accept_length([1.0] * 7) == 8.0
-    assert accept_length_from_totals(30, 12) == 2.5
-    assert accept_length_from_totals(0, 0) == 0.0
 
 
 def test_summary_divides_by_supervised_positions():

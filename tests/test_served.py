@@ -1,6 +1,7 @@
 """Served evaluation: answers in SGLang 0.5.14's shape are read right, and every figure is the one it says."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,12 @@ def test_accept_length_three_ways(runs):
 def test_positions_are_shares_of_those_that_got_there(runs):
     found = served.positions(runs[1])
     assert [interval.value for interval in found] == [2 / 6, 1.0, 1 / 2]
+
+
+def test_a_server_that_counts_no_drafts_is_told_from_one_that_accepts_none(runs):
+    mute = replace(runs[1], answers=[replace(item, histogram=[]) for item in runs[1].answers])
+    with pytest.raises(UserError, match="no answer has a spec_correct_drafts_histogram"):
+        served.table([mute])
 
 
 def test_table_has_speed_speed_up_and_latency(runs):

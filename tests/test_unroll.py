@@ -46,9 +46,10 @@ def test_changing_one_document_leaves_the_others_alone():
     assert not torch.equal(before.correct[~second], after.correct[~second])
 
 
-def test_batch_without_supervised_tokens_has_zero_loss_and_gradients():
+@pytest.mark.parametrize("mask", ["00000000", "01000000"])  # nothing can draft the second token
+def test_batch_without_supervised_predictions_has_zero_loss_and_gradients(mask):
     model, head = small_model()
-    result, _ = unroll(model, head, random_batch([8], ["0" * 8]))
+    result, _ = unroll(model, head, random_batch([8], [mask]))
     result.loss.backward()
     assert float(result.loss.detach()) == 0.0
     assert result.counts.supervised.sum() == 0

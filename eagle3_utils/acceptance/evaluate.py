@@ -25,7 +25,7 @@ from eagle3_utils.acceptance.offline import SampleCounts
 from eagle3_utils.acceptance.prompt_sets import Prompt, read_prompts
 from eagle3_utils.acceptance.speculate import load_reference_model
 from eagle3_utils.acceptance.tree import TreeShape
-from eagle3_utils.config import EvaluateConfig
+from eagle3_utils.config import EvaluateConfig, TrainConfig
 from eagle3_utils.corpus.records import read_parquet
 from eagle3_utils.draft import card
 from eagle3_utils.draft.export import load_draft
@@ -59,7 +59,7 @@ class ServedPart:
     def accept_lengths(self) -> dict[str, dict[str, Interval]]:
         """`counted` accept lengths by source of every shape, at its lowest concurrency; empty when left out."""
         found = {}
-        for run in self.runs:
+        for run in sorted(self.runs, key=lambda run: run.concurrency):
             if run.shape is not None and f"served {run.draft}" not in found:
                 lengths = served.accept_lengths(run)
                 found[f"served {run.draft}"] = {source: of["counted"] for source, of in lengths.items()}
@@ -113,12 +113,14 @@ class Evaluation:
             self.stage.log.warning("%s is not there: parity trusts the exported draft", weights)
             return self.draft
         layers = tuple(self.reader.meta.aux_layers)
-        config = replace(self.draft.config, aux_layers=layers, rope=self.target.rope)
+        done = runs.read_done(self.stage.run_folder, TrainConfig.stage) or {"config": {}}
+        rope = done["config"].get("rope") or self.target.rope
+        config = replace(self.draft.config, aux_layers=layers, rope=rope)
         draft = DraftModel(
             config, vocab_map_of(self.draft.target_ids.cpu(), config.vocab_size), self.draft.embed_tokens
         )
         draft.load_state_dict(load_file(weights))
-        return draft.to(self.device, torch.float32).eval()
+        return draft.place(self.device, torch.float32).eval()
 
     def prompts(self, per_source: int, max_new_tokens: int) -> list[Prompt]:
         """Held-out prompts that leave room for an answer."""
@@ -229,6 +231,8 @@ class Evaluation:
             return parity.ParityReport(left_out=left_out or "no server drafted")
         prompts = {prompt.id: prompt for prompt in served_part.prompts}
         answers = [answer for answer in run.answers if answer.histogram]
+        if not answers:
+            return parity.ParityReport(left_out="no served answer says what was accepted")
 
         @lru_cache(maxsize=1)  # most faults are of the same layers
         def batches_of(aux_layers: tuple[int, ...]) -> list[PackedBatch]:

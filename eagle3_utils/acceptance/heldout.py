@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -176,11 +176,17 @@ def greedy_violations(
 def replay(draft: DraftModel, batch: PackedBatch, shape: TreeShape) -> list[int]:
     """Draft tokens accepted per verification if this one sample were decoded with ``shape``, its output being known.
 
-    Equal to what `speculative_decode` gives for the same greedy output, without the target, but for the last
-    verification, where tokens after the end of the output cannot be counted.
+    The output are the first supervised tokens in a row: of a sample of several turns the first answer. Equal to what
+    `speculative_decode` gives for the same greedy output, without the target, but for the last verification, where
+    tokens after the end of the output cannot be counted.
     """
+    mask = batch.loss_mask[1:].int()
+    if not mask.any():
+        return []
+    first = 1 + int(mask.argmax())  # the first output token, which prefill gives
+    end = first + int(mask[first - 1 :].cumprod(0).sum())
+    batch = replace(batch, input_ids=batch.input_ids[:end], aux=batch.aux[:end])
     token_ids = batch.input_ids.tolist()
-    first = int(batch.loss_mask.int().argmax())  # the first output token, which prefill gives
     if shape.topk > 1:
         return _replay_tree(draft, batch, shape, first)
     depths, root, accepted = chain_depths(draft, batch, shape.num_steps, first - 1), first, []

@@ -11,7 +11,6 @@ its prompts, as data; neither the package nor what is generated is ever executed
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,8 @@ def read_prompts(
     A line of ``paths`` is `{"id", "source", "messages": […]}`, or has a "prompt" text instead of messages; lines whose
     "split" is there and not "eval" are training prompts and left out, so are prompts of more than ``max_tokens``
     tokens. ``sets`` follow, each a source under its own name.
-    Raises `UserError` for a missing file, package or column, and when nothing is left.
+    Raises `UserError` for a missing file, package or column, a line that cannot be read, two prompts of one id, and
+    when nothing is left.
     """
     renderer, prompts, counts = ChatRenderer(tokenizer), [], {}
     sets = list(sets)
@@ -65,7 +65,11 @@ def read_prompts(
             prompts.append(Prompt(prompt_id, source, input_ids))
             counts[source] = counts.get(source, 0) + 1
     if not prompts:
-        raise UserError('no held-out prompts (lines with split "eval" or no split)', ", ".join(map(str, paths)))
+        room = "" if max_tokens is None else f" of at most {max_tokens} tokens"
+        raise UserError(f'no held-out prompts (lines with split "eval" or no split){room}', ", ".join(map(str, paths)))
+    ids = [prompt.id for prompt in prompts]
+    if twice := [prompt_id for prompt_id in ids if ids.count(prompt_id) > 1]:
+        raise UserError(f"two held-out prompts have the id {twice[0]!r}", fix="answers are told apart by it")
     return prompts
 
 
@@ -73,8 +77,7 @@ def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str, list[dict[str, str
     for path in paths:
         if not path.is_file():
             raise UserError("no such prompts file", str(path))
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            record = json.loads(line)
+        for number, record in _file_records(path):
             if record.get("split", "eval") == "eval":
                 messages = _messages(record, None, str(path))
                 yield str(record.get("id", f"{path.stem}-{number}")), record.get("source", path.stem), messages
@@ -105,10 +108,15 @@ def _records(spec: dict[str, Any], name: str | None) -> Iterator[dict[str, Any]]
         raise UserError("a prompt set needs a name and a path or hf", where, f"or one of {list(PUBLIC_SETS)}", 2)
     if not path.is_file():
         raise UserError("no such file", f"{where}: {path}", exit_code=2)
+    yield from (record for _, record in _file_records(path))
+
+
+def _file_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every record of a file with its line."""
     for raw in read_file(path):
-        if raw.problem:
-            raise UserError(raw.problem, f"{path}:{raw.line}")
-        yield raw.value
+        if raw.problem or not isinstance(raw.value, dict):
+            raise UserError(raw.problem or "not a JSON object", f"{path}:{raw.line}")
+        yield raw.line, raw.value
 
 
 def _hf_records(spec: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:

@@ -241,8 +241,13 @@ def accept_lengths(run: ServedRun) -> dict[str, dict[str, Interval]]:
 
 
 def positions(run: ServedRun) -> list[Interval]:
-    """Acceptance by drafted position, given that the ones before were accepted."""
+    """Acceptance by drafted position, given that the ones before were accepted.
+
+    Raises `UserError` when no answer says how many drafts were accepted.
+    """
     accepted = [answer.num_accepted for answer in run.answers if answer.histogram]
+    if not accepted:
+        raise UserError("no answer has a spec_correct_drafts_histogram", run.draft, "serve with the installed SGLang")
     return acceptance_by_position(accepted, run.shape.num_steps)
 
 

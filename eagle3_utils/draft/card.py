@@ -1,7 +1,7 @@
 """A draft's model card: README.md beside the weights, with what a person needs who only has the folder.
 
 How to serve it, what it was made for and from, what was measured, and the hashes that tie it to its run. Figures come
-from the `metrics.json` of the run's stages; what was not measured is left out, never guessed.
+from the `metrics.json` of the run's stages; what was not measured, or of another draft or corpus, is left out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ def write_card(folder: Path, run_folder: Path) -> Path:
     values = json.loads((folder / "config.json").read_text())
     metrics = {stage[:2]: runs.read_json(run_folder / stage / "metrics.json") or {} for stage in STAGES}
     done = {stage[:2]: runs.read_done(run_folder, stage) or {} for stage in STAGES}
+    if done["05"].get("inputs", {}).get("draft") != done["04"].get("outputs", {}).get("draft"):
+        metrics["05"] = {}  # of a draft before this one
+    if done["01"].get("outputs", {}).get("corpus") != done["04"].get("inputs", {}).get("corpus"):
+        metrics["01"] = {}
     runs.write_text(folder / CARD_NAME, card_text(values, metrics, done))
     return folder / CARD_NAME
 

@@ -17,13 +17,13 @@ import torch
 
 from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
-from eagle3_utils.draft.export import draft_config_of
+from eagle3_utils.draft.export import LAYER_IDS, draft_config_of
 from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import vocab_map_of
+from eagle3_utils.errors import UserError
 from eagle3_utils.target import Target, load_final_norm
 
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _BLOCK = 512  # rows and columns of a matrix that are looked at for its spectrum
 _EDGE_MARGIN = 1.1  # the largest singular value of noise stays this close to its edge from 64 × 64 on
 _SCATTERS = 6  # deviations by which noise's measured kurtosis may exceed 3
@@ -61,9 +61,9 @@ def review_draft(folder: Path, target: Target, trained_aux_layers: list[int] | N
         review.problems.append("config.json has no draft_vocab_size: SGLang would stop with an AttributeError")
         files.values["draft_vocab_size"] = len(files.tensors["d2t"]) if "d2t" in files.tensors else None
     try:
-        config = draft_config_of(files.values | {"eagle_config": {_LAYER_IDS: _any_ids(files, target)}}, target)
-    except KeyError as error:
-        review.problems.append(f"config.json has no {error.args[0]}: SGLang would not start")
+        config = draft_config_of(files.values | {"eagle_config": {LAYER_IDS: _any_ids(files, target)}}, target)
+    except UserError as error:
+        review.problems.append(f"{error.what}: SGLang would not start")
         return review
     _check_config(files, config, target, review)
     _check_tensors(files, config, target, review)
@@ -73,7 +73,7 @@ def review_draft(folder: Path, target: Target, trained_aux_layers: list[int] | N
 
 def _any_ids(files: DraftFiles, target: Target) -> list[int]:
     """Layer ids to build a `DraftConfig` with; whether they are the right ones is `_check_layers`' question."""
-    if ids := (files.values.get("eagle_config") or {}).get(_LAYER_IDS):
+    if ids := (files.values.get("eagle_config") or {}).get(LAYER_IDS):
         return ids
     layers = [boundary - 1 for boundary in files.boundaries] if files.boundaries else aux_layers_of(target, None)
     return layer_ids_for(target, layers)
@@ -81,18 +81,18 @@ def _any_ids(files: DraftFiles, target: Target) -> list[int]:
 
 def _check_layers(files: DraftFiles, target: Target, trained: list[int] | None, review: Review) -> None:
     """Which layers this target's own class will capture, beside those of training."""
-    ids = (files.values.get("eagle_config") or {}).get(_LAYER_IDS)
+    ids = (files.values.get("eagle_config") or {}).get(LAYER_IDS)
     if files.boundaries is not None:
         right = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
         review.problems.append(
             f"layer ids {files.boundaries} stand outside eagle_config and count what enters a layer: for "
-            f"{target.architecture} write eagle_config.{_LAYER_IDS} = {right}"
+            f"{target.architecture} write eagle_config.{LAYER_IDS} = {right}"
         )
         return
     captured = aux_layers_of(target, ids or None)
     if not ids and files.layout == "sglang":
         review.problems.append(
-            f"config.json has no eagle_config.{_LAYER_IDS}: SGLang would capture its default layers {captured}"
+            f"config.json has no eagle_config.{LAYER_IDS}: SGLang would capture its default layers {captured}"
         )
     elif trained is not None and captured != sorted(trained):
         review.problems.append(
@@ -115,12 +115,13 @@ def _check_config(files: DraftFiles, config: DraftConfig, target: Target, review
         problems.append("config.json has no max_position_embeddings: SGLang would take 2048")
     if values.get("rope_parameters") is None and values.get("rope_theta") is None:
         problems.append("config.json has neither rope_parameters nor rope_theta: SGLang would use theta 10000")
-    elif _same_rope(config.rope) != _same_rope(target.rope):
-        line = f"RoPE {_same_rope(config.rope)} is not the target's {_same_rope(target.rope)}"
-        if files.layout == "sglang":  # our own training always mirrors the target's
-            problems.append(f"{line}, with which the draft was trained: acceptance would fall without an error")
+    elif _same_rope(config.rope) != (trained := _same_rope(values.get("trained_rope") or target.rope)):
+        line = f"RoPE {_same_rope(config.rope)} is not"
+        if files.layout == "sglang":  # our own training mirrors the target's, or says what it took instead
+            line += f" {trained}, with which the draft was trained"
+            problems.append(f"{line}: acceptance would fall without an error")
         else:
-            review.notes.append(f"{line}: right only if the draft was trained with it")
+            review.notes.append(f"{line} the target's {trained}: right only if the draft was trained with it")
     if values.get("tie_word_embeddings"):
         problems.append("tie_word_embeddings is true: the draft would use the embeddings as its lm_head")
     if config.hidden_size != target.hidden_size:

@@ -21,7 +21,8 @@ from eagle3_utils.runs import replaced_folder
 from eagle3_utils.target import Target, load_embed_tokens
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
-_MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # our name -> config.json's
 _SHAPE_KEYS = {
     "hidden_size": "hidden_size",
@@ -56,12 +57,14 @@ def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, An
         "trained_aux_layers": list(config.aux_layers),  # not read by SGLang: what check.py holds the layer ids against
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": layer_ids_for(target, list(config.aux_layers)),
+            LAYER_IDS: layer_ids_for(target, list(config.aux_layers)),
         },
         "torch_dtype": dtype,
     }
+    if config.rope != target.rope:
+        values["trained_rope"] = dict(config.rope)  # not read by SGLang either
     if config.layer_kind == "mla":
-        values |= {name: getattr(config, name) for name in _MLA_WIDTHS}
+        values |= {name: getattr(config, name) for name in MLA_WIDTHS}
         del values["head_dim"]
     for name in ("bos_token_id", "eos_token_id"):
         if target.text_config.get(name) is not None:
@@ -96,18 +99,29 @@ def read_draft_config(folder: Path) -> dict[str, Any]:
 
 
 def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
-    """The draft's shape from its config.json; `aux_layers` are what this target's class captures for its ids."""
+    """The draft's shape from its config.json; `aux_layers` are what this target's class captures for its ids.
+
+    Raises `UserError` naming the first key that is missing.
+    """
     layer_kind = next(kind for kind, name in ARCHITECTURES.items() if name == values["architectures"][0])
     shape = {ours: values[theirs] for ours, theirs in _SHAPE_KEYS.items() if values.get(theirs) is not None}
-    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
-    shape.setdefault("draft_vocab_size", shape["vocab_size"])
-    rope = values.get("rope_parameters") or {
-        "rope_type": "default", "rope_theta": values.get("rope_theta", 10000.0), **(values.get("rope_scaling") or {})
-    }  # fmt: skip
-    ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    for ours in ("hidden_size", "intermediate_size", "num_heads", "vocab_size"):
+        if ours not in shape:
+            raise UserError(f"config.json has no {_SHAPE_KEYS[ours]}")
+    shape = {
+        "num_kv_heads": shape["num_heads"],
+        "head_dim": shape["hidden_size"] // shape["num_heads"],
+        "draft_vocab_size": shape["vocab_size"],
+    } | shape
+    scaling = dict(values.get("rope_scaling") or {})
+    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))  # older configs say "type"
+    rope = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10000.0)} | scaling
+    ids = (values.get("eagle_config") or {}).get(LAYER_IDS)
     if not ids:
-        raise UserError("config.json has no eagle_config.eagle_aux_hidden_state_layer_ids")
-    widths = {name: values[name] for name in _MLA_WIDTHS} if layer_kind == "mla" else {}
+        raise UserError(f"config.json has no eagle_config.{LAYER_IDS}")
+    if layer_kind == "mla" and (missing := [name for name in MLA_WIDTHS if name not in values]):
+        raise UserError(f"config.json has no {missing[0]}")
+    widths = {name: values[name] for name in MLA_WIDTHS} if layer_kind == "mla" else {}
     return DraftConfig(
         **shape, rope=rope, aux_layers=tuple(aux_layers_of(target, ids)), layer_kind=layer_kind, **widths
     )

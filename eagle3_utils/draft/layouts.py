@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from eagle3_utils.draft.export import ARCHITECTURES
+from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS
 from eagle3_utils.errors import UserError
 
 LLAMA = ARCHITECTURES["llama"]
@@ -30,7 +30,6 @@ _RENAMED = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass
@@ -77,8 +76,8 @@ def read_draft_files(folder: Path) -> DraftFiles:
 def _sglang(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFiles:
     ours = "num_aux_hidden_states" in values
     found = DraftFiles("sglang" if ours else "sglang (SpecForge or alike)", values, _renamed(tensors))
-    if not ours and not (values.get("eagle_config") or {}).get(_LAYER_IDS):
-        found.notes.append(f"no eagle_config.{_LAYER_IDS}: SGLang captures its default layers, as SpecForge trains on")
+    if not ours and not (values.get("eagle_config") or {}).get(LAYER_IDS):
+        found.notes.append(f"no eagle_config.{LAYER_IDS}: SGLang captures its default layers, as SpecForge trains on")
     return found
 
 
@@ -86,7 +85,7 @@ def _speculators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dr
     flat = {key: value for key, value in values.items() if key != "transformer_layer_config"}
     flat = {**values.get("transformer_layer_config", {}), **flat, "architectures": [LLAMA]}
     flat["tie_word_embeddings"] = False
-    found = DraftFiles("speculators (vLLM's)", flat, _renamed(tensors), boundaries=values.get(_LAYER_IDS))
+    found = DraftFiles("speculators (vLLM's)", flat, _renamed(tensors), boundaries=values.get(LAYER_IDS))
     found.problems.append(
         "the layer's shape is nested in transformer_layer_config: SGLang does not read it and would not start; "
         f"flatten it and write architecture {LLAMA}"
@@ -99,7 +98,7 @@ def _speculators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dr
     if values.get("norm_before_fc"):
         found.problems.append("norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have")
     if found.boundaries is None:
-        found.notes.append(f"no {_LAYER_IDS}: vLLM and SGLang both capture what enters layers 2, n/2 and n-3")
+        found.notes.append(f"no {LAYER_IDS}: vLLM and SGLang both capture what enters layers 2, n/2 and n-3")
     return found
 
 

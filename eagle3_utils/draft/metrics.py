@@ -93,11 +93,6 @@ def accept_length(conditional: Sequence[float]) -> float:
     return length
 
 
-def accept_length_from_totals(completion_tokens: int, verifications: int) -> float:
-    """Σ completion tokens / Σ verifications; the first token, which prefill gives, is not counted by the caller."""
-    return completion_tokens / verifications if verifications else 0.0
-
-
 def draft_overlap(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Σ_v min(p, q): probabilities [..., V] twice -> [...]."""
     return torch.minimum(draft, target).sum(-1)

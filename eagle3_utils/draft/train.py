@@ -244,8 +244,9 @@ class Trainer:
             eta_seconds=round(left), loss=round(entry["loss"], 4),
         )  # fmt: skip
         journal.write(
-            "train", self.position.step, **entry, tokens_per_second=rate, wait_share=self.waited / self.seconds
-        )
+            "train", self.position.step, **entry, tokens_per_second=rate, wait_share=self.waited / self.seconds,
+            total_steps=total, eta_seconds=round(left),
+        )  # fmt: skip
 
     def _save(self) -> None:
         folder = self.folder / "checkpoints"

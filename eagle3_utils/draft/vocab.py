@@ -23,11 +23,6 @@ class VocabMap:
     t2d: torch.Tensor
     target_ids: torch.Tensor
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every target token has a draft id."""
-        return len(self.target_ids) == len(self.t2d)
-
 
 def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> np.ndarray:
     """How often each token is one the model must predict.

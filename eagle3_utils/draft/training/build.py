@@ -5,6 +5,7 @@ A warm start takes another draft's weights and vocabulary; else `initial.py` say
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.export import load_draft
+from eagle3_utils.draft.export import MLA_WIDTHS, draft_config_of, load_draft, read_draft_config
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, checkpoint_weights
 from eagle3_utils.draft.training.initial import initialise
@@ -26,8 +27,8 @@ from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import Target, added_token_ids, load_embed_tokens, load_target, stop_ids_of
 
 logger = logging.getLogger(__name__)
-_MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _RMS_SAMPLES = 8
+_SAME_IN_WARM_START = ("aux_layers", "layer_kind", "fc_norm", "norm_output", "rope", "intermediate_size")
 
 
 def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
@@ -62,8 +63,31 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         layer_kind=config.layer_kind,
-        **({name: text[name] for name in _MLA_WIDTHS} if config.layer_kind == "mla" else {}),
+        **({name: text[name] for name in MLA_WIDTHS} if config.layer_kind == "mla" else {}),
     )
+
+
+def shape_to_train(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
+    """As `draft_config_for`; but a warm start has the heads and the MLP width of `init_from`.
+
+    Raises `UserError` when what weights do not show (layers, RoPE, the state that the next step takes …) differs.
+    """
+    wanted = draft_config_for(config, target, aux_layers)
+    if config.init_from is None:
+        return wanted
+    folder = resolve_path(config.init_from)
+    if (folder / "state.json").is_file():
+        said = json.loads((folder / "state.json").read_text())["parameters"]
+        rope, norm_output = said.get("rope") or target.rope, said.get("norm_output", wanted.norm_output)
+        own = replace(wanted, rope=rope, norm_output=norm_output) if said else wanted
+    else:
+        own = draft_config_of(read_draft_config(folder), target)
+    wanted = replace(wanted, intermediate_size=config.intermediate_size or own.intermediate_size)
+    for name in _SAME_IN_WARM_START:
+        had, wants = getattr(own, name), getattr(wanted, name)
+        if had != wants:
+            raise UserError(f"init_from was trained with {name} {had}, here it is {wants}", str(folder))
+    return replace(own, max_position_embeddings=wanted.max_position_embeddings)
 
 
 def token_counts(reader: StoreReader, target: Target) -> tuple[np.ndarray, np.ndarray]:
@@ -105,11 +129,11 @@ def new_draft(
     """A draft ready to train, float32 on the CPU: warm-started from `init_from`, else as the module says.
 
     state_rms: `typical_rms` of its states; see initial.py.
-    Raises `UserError` when `init_from` was made for other layers or another shape.
+    Raises `UserError` when `init_from` was made for other layers, or of another kind than the parameters say.
     """
-    wanted = draft_config_for(config, target, aux_layers)
+    wanted = shape_to_train(config, target, aux_layers)
     if config.init_from is not None:
-        model = _warm_start(resolve_path(config.init_from), target, wanted)
+        model = _from_tensors(_init_tensors(resolve_path(config.init_from), target), target, wanted)
         model.lm_head.requires_grad_(not config.freeze_lm_head)
         return model
     torch.manual_seed(config.seed)
@@ -125,7 +149,7 @@ def draft_of_training(config: TrainConfig, data: Path) -> DraftModel:
     target = load_target(config.model, config.trust_remote_code)
     tensors = load_file(data / "draft" / BEST_WEIGHTS)
     layers = StoreReader(data / "hidden_states" / "train").meta.aux_layers
-    return _from_tensors(tensors, target, draft_config_for(config, target, layers)).eval()
+    return _from_tensors(tensors, target, shape_to_train(config, target, layers)).eval()
 
 
 def _from_tensors(tensors: dict[str, torch.Tensor], target: Target, shape: DraftConfig) -> DraftModel:
@@ -140,15 +164,7 @@ def _from_tensors(tensors: dict[str, torch.Tensor], target: Target, shape: Draft
     return model
 
 
-def _warm_start(folder: Path, target: Target, wanted: DraftConfig) -> DraftModel:
-    """Weights of a draft folder or of a checkpoint, with their own d2t: a vocabulary built anew would undo them without
+def _init_tensors(folder: Path, target: Target) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint or of a draft folder, with their own d2t: a vocabulary built anew would undo them without
     a word."""
-    if (folder / "state.json").is_file():
-        return _from_tensors(checkpoint_weights(folder), target, wanted)
-    model = load_draft(folder, target)
-    if model.config.aux_layers != wanted.aux_layers:
-        raise UserError(
-            f"init_from was trained on layers {model.config.aux_layers}, the states are of {wanted.aux_layers}",
-            str(folder),
-        )
-    return model.train()
+    return checkpoint_weights(folder) if (folder / "state.json").is_file() else load_draft(folder, target).state_dict()

@@ -104,6 +104,7 @@ def save_weights(path: Path, model: torch.nn.Module, ranks: Ranks = ONE_RANK) ->
     if ranks.is_first:
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary)
+        _sync(temporary)
         os.replace(temporary, path)
     ranks.barrier()
 

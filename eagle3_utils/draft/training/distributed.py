@@ -27,7 +27,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place of `values`' own device; returns it."""
+        """Sum over ranks, on the device of `values`, which may become the sum itself."""
         if self.num_ranks > 1:
             moved = values.to(self.device)
             dist.all_reduce(moved)

@@ -71,11 +71,15 @@ def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
                 entries = read_journal(stage.data / "draft", "train")
-                if entries:
+                if entries and "total_steps" in entries[-1]:
                     last = entries[-1]
-                    stage.progress(done=last["step"], unit="steps", rate=last["tokens_per_second"], loss=last["loss"])
+                    stage.progress(
+                        done=last["step"], total=last["total_steps"], unit="steps",
+                        rate=round(last["tokens_per_second"], 1), rate_unit="tokens/s",
+                        eta_seconds=last["eta_seconds"], loss=round(last["loss"], 4),
+                    )  # fmt: skip
                 watch()
-        except KeyboardInterrupt:
+        except BaseException:  # an interrupt, or whatever failed here: not to wait for the training's end with it
             process.terminate()
             process.wait()
             raise

@@ -81,7 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head_gradient = torch.zeros_like(head) if wants_head_gradient and not at_once else None
         outside = job.teacher.outside(job.final, job.covered, job.want_overlap)
         total = torch.zeros((), device=hidden.device)
-        for first in range(0, len(job.pair_index), chunk):
+        for first in range(0, len(job.pair_index) if num_hidden else 0, chunk):
             rows = slice(first, first + chunk)
             pairs = job.pair_index[rows]
             inputs = hidden.index_select(0, pairs.flatten().clamp(max=num_hidden - 1))  # [C·S, H]

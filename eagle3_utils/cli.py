@@ -40,7 +40,7 @@ def run(
 
     stages = runner.stage_range(start, end, only)
     if detach:
-        pid, log = runner.detach(parameters, overrides, sys.argv[1:])
+        pid, log = runner.detach(parameters, stages, overrides, sys.argv[1:])
         print(f"running as pid {pid}, output in {log}; stop it with: eagle3 stop {log.parent}")
         return
     try:
@@ -68,9 +68,11 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show again every 2 s until Ctrl-C.")] = False,
 ) -> None:
     """Show how far each stage of a run is."""
-    from eagle3_utils import summary
+    from eagle3_utils import runs, summary
 
     folder = _run_folder(run_folder)
+    if not runs.is_run_folder(folder):
+        raise UserError("is not a run folder: it holds no stage", str(folder), exit_code=2)
     while True:
         rows = summary.stage_rows(folder)
         lines = [*map(summary.format_stage, rows), summary.how_to_go_on(folder, rows)]
@@ -177,12 +179,12 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Free the disk of a run: its data and its folder, or the hidden states alone; says what and how much, and asks."""
-    from eagle3_utils import runner
+    from eagle3_utils import runs
 
-    for folder, num_bytes in runner.clean_targets(_run_folder(run_folder), states_only=states):
-        print(f"{num_bytes / 2**30:9.2f} GiB  {folder}")
+    for path, num_bytes in runs.clean_targets(_run_folder(run_folder), states_only=states):
+        print(f"{num_bytes / 2**30:9.2f} GiB  {path}")
         if yes or typer.confirm("remove it?"):
-            runner.remove(folder)
+            runs.remove(path)
 
 
 def _write_report(run_folder: Path) -> list[Path]:
@@ -197,9 +199,13 @@ def _write_report(run_folder: Path) -> list[Path]:
 
 
 def _run_folder(path: Path) -> Path:
-    if not path.is_dir():
+    """A run folder named from here or, as in parameters files, from the repository root."""
+    from eagle3_utils import runs
+
+    found = path if path.is_dir() else runs.resolve_path(path)
+    if not found.is_dir():
         raise UserError("no such run folder", str(path), exit_code=2)
-    return path.resolve()
+    return found.resolve()
 
 
 def main(arguments: list[str] | None = None) -> Any:

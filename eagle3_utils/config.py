@@ -181,7 +181,7 @@ class TrainConfig(StageConfig):
     @classmethod
     def _is_shared_out(cls, batches: int, others: ValidationInfo) -> int:
         if batches % max(1, others.data.get("num_gpus", 1)):
-            raise ValueError("every GPU takes as many batches of a step: make it a multiple of num_gpus")
+            raise ValueError(f"must be a multiple of num_gpus, {others.data['num_gpus']} for instance")
         return batches
 
 
@@ -243,9 +243,13 @@ def read_parameters(path: Path, overrides: list[str] = ()) -> dict[str, dict[str
         sections = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML: {' '.join(str(error).split())}", str(path), exit_code=2) from None
-    for section in sections:
+    if not isinstance(sections, dict):
+        raise UserError("holds no sections", str(path), f"use shared, {', '.join(STAGES)}", exit_code=2)
+    for section, values in sections.items():
         if section not in ("shared", *STAGES):
             raise UserError(f"unknown section {section!r}; use shared, {', '.join(STAGES)}", str(path), exit_code=2)
+        if not isinstance(values, dict | None):
+            raise UserError(f"section {section} must hold keys and values", str(path), exit_code=2)
     parameters = {section: dict(sections.get(section) or {}) for section in ("shared", *STAGES)}
     for override in overrides:
         section, key, value = _parse_override(override)
@@ -286,4 +290,4 @@ def _first_problem(model: type[StageConfig], error: ValidationError) -> str:
     hint = ""
     if problem["type"] == "float_type" and isinstance(problem["input"], str):
         hint = " (YAML reads 1e-4 as text: write 1.0e-4)"
-    return f"{key} = {problem['input']!r}: {problem['msg'].lower()}{hint}"
+    return f"{key} = {problem['input']!r}: {problem['msg'].lower().removeprefix('value error, ')}{hint}"

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import fcntl
 import logging
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -66,14 +64,11 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
         When the parameters are wrong (before anything starts), another runner is at work in the run folder, a
         finished stage does not fit these parameters, or a notebook fails.
     """
-    parameters = read_parameters(parameters_path, overrides)
-    flat = {stage: stage_parameters(parameters, stage) for stage in STAGES}
-    configs = {stage: STAGES[stage].parse(flat[stage], str(parameters_path)) for stage in STAGES}
-    for stage in stages:
-        check_notebook(stage, flat[stage])
-    parse_sources(configs["01_merge_data"].sources, Path())
+    flat, configs = checked_parameters(parameters_path, stages, overrides)
     run_folder = runs.resolve_path(configs[stages[0]].run_dir)
     again = ["eagle3", "run", str(summary.short_path(parameters_path.resolve()))]
+    if stages != list(STAGES):
+        again += ["--from", stages[0][:2], "--to", stages[-1][:2]]
     again += [word for override in overrides for word in ("--set", override)]
     with _sole_runner(run_folder, shlex.join(again)), _Interrupts() as interrupts:
         made: set[str] = set()
@@ -86,6 +81,21 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
             _execute(stage, flat[stage], run_folder, interrupts)
             made.add(stage)
     return run_folder
+
+
+def checked_parameters(path: Path, stages: list[str], overrides: list[str]) -> tuple[dict[str, dict], dict[str, Any]]:
+    """The flat parameters of every stage, and its config. Raises `UserError` for what can be known before a start."""
+    parameters = read_parameters(path, overrides)
+    flat = {stage: stage_parameters(parameters, stage) for stage in STAGES}
+    configs = {stage: STAGES[stage].parse(flat[stage], str(path)) for stage in STAGES}
+    for stage in stages:
+        check_notebook(stage, flat[stage])
+    parse_sources(configs["01_merge_data"].sources, Path())
+    longest, step = configs["03_extract_hidden_states"].max_seq_len, configs["04_train_draft"].max_tokens_per_step
+    if {"03_extract_hidden_states", "04_train_draft"} <= set(stages) and step < longest:
+        fix = "raise it, or lower max_seq_len to what the longest sample has"
+        raise UserError(f"04_train_draft.max_tokens_per_step {step} is below max_seq_len {longest}", str(path), fix, 2)
+    return flat, configs
 
 
 def notebook_path(stage: str) -> Path:
@@ -194,7 +204,7 @@ def _sole_runner(run_folder: Path, command: str) -> Iterator[None]:
     """
     run_folder.mkdir(parents=True, exist_ok=True)
     with open(run_folder / "runner.pid", "a+") as file:
-        if not _lock(file):
+        if not runs.try_lock(file):
             file.seek(0)
             raise UserError(f"another runner (pid {file.readline().strip()}) is at work here", str(run_folder))
         file.seek(0)
@@ -230,11 +240,13 @@ class _Interrupts:
         os.kill(self.kernel.provisioner.pid, signal.SIGINT)
 
 
-def detach(parameters_path: Path, overrides: list[str], arguments: list[str]) -> tuple[int, Path]:
-    """Start `eagle3 run` again in a session of its own; returns its pid and its log file."""
-    parameters = read_parameters(parameters_path, overrides)
-    stage = next(iter(STAGES))
-    config = STAGES[stage].parse(stage_parameters(parameters, stage), str(parameters_path))
+def detach(parameters_path: Path, stages: list[str], overrides: list[str], arguments: list[str]) -> tuple[int, Path]:
+    """Start `eagle3 run` again in a session of its own; returns its pid and its log file.
+
+    Raises `UserError` for wrong parameters, before anything starts.
+    """
+    _, configs = checked_parameters(parameters_path, stages, overrides)
+    config = configs[stages[0]]
     log = runs.resolve_path(config.run_dir) / "runner.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "eagle3_utils.cli", *(word for word in arguments if word != "--detach")]
@@ -251,37 +263,14 @@ def stop(run_folder: Path, timeout_seconds: float = 2 * _KERNEL_STOP_SECONDS) ->
     Raises `UserError` when none is at work there, or it does not end in time.
     """
     with open(run_folder / "runner.pid", "a+") as file:
-        if _lock(file):
+        if runs.try_lock(file):
             raise UserError("no runner is at work here", str(run_folder))
         file.seek(0)
         pid = int(file.readline())
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + timeout_seconds
-        while not _lock(file):
+        while not runs.try_lock(file):
             if time.monotonic() > deadline:
                 raise UserError(f"pid {pid} has not ended after {timeout_seconds:.0f} s", str(run_folder))
             time.sleep(0.5)
     return pid
-
-
-def _lock(file) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]:
-    """The folders of a run that `eagle3 clean` would remove, each with its bytes."""
-    data = next((Path(done["data"]) for stage in STAGES if (done := runs.read_done(run_folder, stage))), None)
-    folders = [(data or run_folder / "data") / "hidden_states"]
-    if not states_only:
-        folders = [folder for folder in (data, run_folder) if folder]
-    unique = [folder for folder in dict.fromkeys(folders) if folder.exists()]
-    return [(folder, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())) for folder in unique]
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder of a run."""
-    shutil.rmtree(folder)

@@ -8,6 +8,7 @@ outputs. Nothing else makes a stage done: papermill leaves the cells of a killed
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -22,12 +23,13 @@ from typing import Any
 
 import xxhash
 
-from eagle3_utils.config import StageConfig
+from eagle3_utils.config import STAGES, StageConfig
 from eagle3_utils.errors import UserError
 
 # Keys that say how a stage runs, not what it makes: changing them does not undo a finished stage.
 _HOW_KEYS = {"run_dir", "data_root", "port", "startup_timeout_seconds", "server_python", "server_urls",
              "server_dump_dirs", "num_concurrent", "prefetch_batches"}  # fmt: skip
+_IN_DATA_FOLDER = ("corpus", "hidden_states", "draft", "responses.jsonl", "responses.json", "self_made_prompts.jsonl")
 _VERSIONED = ("sglang", "torch", "transformers", "h5py", "numpy", "eagle3-utils")
 
 
@@ -106,6 +108,52 @@ def read_runner(run_folder: Path) -> tuple[int, str] | None:
     path = run_folder / "runner.pid"
     pid, _, command = path.read_text().partition("\n") if path.is_file() else ("", "", "")
     return (int(pid), command.strip()) if pid else None
+
+
+def try_lock(file) -> bool:
+    """Take the lock of an open file, which is held until it is closed; False when another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a stage has begun there, or a runner."""
+    return any((folder / name).exists() for name in ("runner.pid", "runner.log", *STAGES))
+
+
+def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]:
+    """What `eagle3 clean` would remove of a run, each with its bytes.
+
+    Of a data folder elsewhere only what a run puts there: the rest of that disk is its owner's. Raises `UserError`
+    for a folder that is no run's, and for one in which a runner is at work.
+    """
+    if not is_run_folder(run_folder):
+        raise UserError("is not a run folder: it holds no stage", str(run_folder), exit_code=2)
+    with open(run_folder / "runner.pid", "a+") as file:
+        if not try_lock(file):
+            raise UserError("a runner is at work here", str(run_folder), f"eagle3 stop {run_folder}")
+    data = next((Path(done["data"]) for stage in STAGES if (done := read_done(run_folder, stage))), None)
+    data = data or run_folder / "data"
+    targets = [data / "hidden_states"]
+    if not states_only:
+        elsewhere = [] if data.is_relative_to(run_folder) else [data / name for name in _IN_DATA_FOLDER]
+        targets = [*elsewhere, run_folder]
+    return [(path, _num_bytes(path)) for path in targets if path.exists()]
+
+
+def _num_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or a file of a run."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def config_values(config: StageConfig) -> dict[str, Any]:

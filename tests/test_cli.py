@@ -74,6 +74,9 @@ def test_status_watch_shows_again_until_it_is_interrupted(tmp_path, capsys, monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.time, "sleep", wait)
+    code, _, err = call(capsys, "status", tmp_path, "--watch")
+    assert code == 2 and "is not a run folder" in err
+    (tmp_path / "01_merge_data").mkdir()
     code, out, _ = call(capsys, "status", tmp_path, "--watch")
     assert code == 130 and out.count("03_extract_hidden_states") == 3
 
@@ -116,6 +119,9 @@ def test_clean_says_how_much_and_removes_only_what_was_asked(tmp_path, capsys):
     states.mkdir(parents=True)
     (states / "shard").write_bytes(b"x" * 1024)
     (tmp_path / "keep").touch()
+    code, _, err = call(capsys, "clean", tmp_path, "--yes")
+    assert code == 2 and "is not a run folder" in err and states.exists()
+    (tmp_path / "01_merge_data").mkdir()
     code, out, _ = call(capsys, "clean", tmp_path, "--states", "--yes")
     assert code == 0 and "GiB" in out
     assert not states.exists() and (tmp_path / "keep").exists()
@@ -129,8 +135,10 @@ def test_stop_without_a_runner_says_so(tmp_path, capsys):
 def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
     parameters = tmp_path / "p.yaml"
     parameters.write_text(f"shared: {{run_dir: {tmp_path / 'another'}}}\n")
-    command = [sys.executable, "-m", "eagle3_utils.cli", "run", str(parameters), "--detach", "--set", "6.nonsense=1"]
+    command = [sys.executable, "-m", "eagle3_utils.cli", "run", str(parameters), "--detach", "--only", "06"]
     command += ["--set", f"shared.run_dir={tmp_path / 'run'}"]
+    wrong = subprocess.run([*command, "--set", "6.nonsense=1"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "unknown key 'nonsense'" in wrong.stderr
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"eagle3 stop {tmp_path / 'run'}" in out
     pid = int(out.split("pid ")[1].split(",")[0])
@@ -139,4 +147,4 @@ def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
     deadline = time.monotonic() + 120
     while "eagle3:" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert "unknown key 'nonsense'" in log.read_text()
+    assert "06_inspect_hidden_states needs 03_extract_hidden_states, which is not done" in log.read_text()

@@ -145,7 +145,7 @@ def test_sigterm_interrupts_the_kernel_lets_it_clean_up_and_leaves_the_stage_und
     assert process.returncode == 130
     assert (tmp_path / "run" / STAGE / "cleaned").exists()
     assert runs.read_done(tmp_path / "run", STAGE) is None
-    assert runs.read_runner(tmp_path / "run") == (process.pid, f"eagle3 run {parameters}")
+    assert runs.read_runner(tmp_path / "run") == (process.pid, f"eagle3 run {parameters} --from 06 --to 06")
     kernel = json.loads(progress.read_text())["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(kernel, 0)
@@ -158,14 +158,3 @@ def test_stage_range_by_number_and_name():
     assert runner.stage_range("1", "3", "05") == [names[5]]
     with pytest.raises(UserError, match="comes after"):
         runner.stage_range("4", "2", None)
-
-
-def test_clean_lists_states_alone_or_everything(parameters, write_notebook, tmp_path):
-    write_notebook(FINISH)
-    folder = run(parameters)
-    states = folder / "data" / "hidden_states"
-    states.mkdir()
-    (states / "shard").write_bytes(b"x" * 100)
-    assert runner.clean_targets(folder, states_only=True) == [(states, 100)]
-    everything = runner.clean_targets(folder, states_only=False)
-    assert [path for path, _ in everything] == [folder / "data", folder] or [path for path, _ in everything] == [folder]

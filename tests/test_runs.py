@@ -89,3 +89,39 @@ def test_progress_is_throttled_unless_forced(config):
     assert "done" not in json.loads((stage.folder / "progress.json").read_text())
     stage.progress(done=2, total=9, force=True)
     assert json.loads((stage.folder / "progress.json").read_text())["done"] == 2
+
+
+def run_with(tmp_path, data_root=None):
+    """A finished stage whose data folder holds 100 bytes of states and a file that is none of the run's."""
+    config = TrainConfig(run_dir=str(tmp_path / "run"), data_root=data_root and str(data_root))
+    stage = runs.open_stage(config, {})
+    stage.finish({}, {})
+    (stage.data / "hidden_states").mkdir(parents=True)
+    (stage.data / "hidden_states" / "shard").write_bytes(b"x" * 100)
+    (stage.data / "other.txt").write_text("kept")
+    return stage
+
+
+def test_clean_takes_the_states_alone_or_the_whole_run(tmp_path):
+    stage = run_with(tmp_path)
+    assert runs.clean_targets(stage.run_folder, states_only=True) == [(stage.data / "hidden_states", 100)]
+    assert [path for path, _ in runs.clean_targets(stage.run_folder, states_only=False)] == [stage.run_folder]
+
+
+def test_clean_leaves_what_is_not_the_runs_in_a_data_folder_elsewhere(tmp_path):
+    stage = run_with(tmp_path, tmp_path / "large-disk")
+    for path, _ in runs.clean_targets(stage.run_folder, states_only=False):
+        runs.remove(path)
+    assert not stage.run_folder.exists()
+    assert [path.name for path in (tmp_path / "large-disk").iterdir()] == ["other.txt"]
+
+
+def test_clean_refuses_a_folder_that_is_no_runs_and_one_at_work(tmp_path):
+    with pytest.raises(UserError, match="is not a run folder"):
+        runs.clean_targets(tmp_path, states_only=False)
+    stage = run_with(tmp_path)
+    with open(stage.run_folder / "runner.pid", "a") as file:
+        assert runs.try_lock(file)
+        with pytest.raises(UserError, match="a runner is at work here"):
+            runs.clean_targets(stage.run_folder, states_only=True)
+    assert runs.clean_targets(stage.run_folder, states_only=True)

@@ -149,7 +149,8 @@ def _prompt_texts(record: dict[str, Any], where: str) -> list[str]:
 def describe(count: SourceCount) -> str:
     """One line about what became of a source."""
     reasons = ", ".join(f"{number} {reason}" for reason, number in (count.unusable + count.dropped).most_common())
-    return f"source {count.name}: {count.taken} of {count.read} taken" + (f" ({reasons})" if reasons else "")
+    cut = f", {count.truncated} cut to max_seq_len" if count.truncated else ""
+    return f"source {count.name}: {count.taken} of {count.read} taken{cut}" + (f" ({reasons})" if reasons else "")
 
 
 def check_rejections(count: SourceCount, max_fraction: float, rejected: Path) -> None:

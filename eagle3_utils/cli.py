@@ -71,8 +71,7 @@ def status(
     from eagle3_utils import runs, summary
 
     folder = _run_folder(run_folder)
-    if not runs.is_run_folder(folder):
-        raise UserError("is not a run folder: it holds no stage", str(folder), exit_code=2)
+    runs.require_run_folder(folder)
     while True:
         rows = summary.stage_rows(folder)
         lines = [*map(summary.format_stage, rows), summary.how_to_go_on(folder, rows)]

@@ -119,9 +119,10 @@ def try_lock(file) -> bool:
     return True
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Whether a stage has begun there, or a runner."""
-    return any((folder / name).exists() for name in ("runner.pid", "runner.log", *STAGES))
+def require_run_folder(folder: Path) -> None:
+    """Raise `UserError` unless a stage has begun there, or a runner."""
+    if not any((folder / name).exists() for name in ("runner.pid", "runner.log", *STAGES)):
+        raise UserError("is not a run folder: it holds no stage", str(folder), exit_code=2)
 
 
 def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]:
@@ -130,8 +131,7 @@ def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]
     Of a data folder elsewhere only what a run puts there: the rest of that disk is its owner's. Raises `UserError`
     for a folder that is no run's, and for one in which a runner is at work.
     """
-    if not is_run_folder(run_folder):
-        raise UserError("is not a run folder: it holds no stage", str(run_folder), exit_code=2)
+    require_run_folder(run_folder)
     with open(run_folder / "runner.pid", "a+") as file:
         if not try_lock(file):
             raise UserError("a runner is at work here", str(run_folder), f"eagle3 stop {run_folder}")

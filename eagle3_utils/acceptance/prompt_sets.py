@@ -11,6 +11,7 @@ its prompts, as data; neither the package nor what is generated is ever executed
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,9 @@ def read_prompts(
     if not prompts:
         room = "" if max_tokens is None else f" of at most {max_tokens} tokens"
         raise UserError(f'no held-out prompts (lines with split "eval" or no split){room}', ", ".join(map(str, paths)))
-    ids = [prompt.id for prompt in prompts]
-    if twice := [prompt_id for prompt_id in ids if ids.count(prompt_id) > 1]:
-        raise UserError(f"two held-out prompts have the id {twice[0]!r}", fix="answers are told apart by it")
+    prompt_id, times = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"two held-out prompts have the id {prompt_id!r}", fix="answers are told apart by it")
     return prompts
 
 

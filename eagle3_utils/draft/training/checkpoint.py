@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_utils.draft.training.distributed import ONE_RANK, Ranks
+from eagle3_utils.draft.training.optimizer import sharded_like
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import hash_files, write_json
 
@@ -151,12 +152,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.dtype != torch.int16:
         return tensor.full_tensor()
-    from torch.distributed.tensor import DTensor
-
     # neither NCCL nor Gloo knows 16-bit integers: their bits travel as bfloat16
-    shard = tensor.to_local().view(torch.bfloat16)
-    layout = {"shape": tensor.shape, "stride": tensor.stride()}
-    bits = DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False, **layout)
+    bits = sharded_like(tensor.to_local().view(torch.bfloat16), tensor)
     return bits.full_tensor().view(torch.int16)
 
 

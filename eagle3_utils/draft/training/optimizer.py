@@ -81,7 +81,7 @@ class MasterAdamW:
         for name in ("means", "squares", "lower_halves"):
             for number, (parameter, tensor) in enumerate(zip(self.parameters, getattr(self, name), strict=True)):
                 if name != "lower_halves" or parameter.dtype != torch.float32:
-                    named[f"{name}.{number}"] = _like(tensor, parameter)
+                    named[f"{name}.{number}"] = sharded_like(tensor, parameter)
         return named | {"steps_taken": self._steps_taken}
 
 
@@ -125,8 +125,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
-def _like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A shard as part of a whole laid out as the parameter is."""
+def sharded_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A shard as part of a whole laid out as the parameter (a DTensor, or else the shard is the whole)."""
     if not hasattr(parameter, "to_local"):
         return shard
     from torch.distributed.tensor import DTensor

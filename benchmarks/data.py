@@ -25,10 +25,10 @@ import psutil
 from tiktoken import Encoding
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.generation.responses import read_prompts
 from eagle3_utils.corpus.merge import merge
 from eagle3_utils.corpus.reading.chat import ChatRenderer
-from eagle3_utils.corpus.reading.intake import MergeSettings
 from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.corpus.reading.tokens import SpanTokenizer
 from eagle3_utils.runs import resolve_path
@@ -142,7 +142,7 @@ def merging(num: int, dedupe: str) -> dict[str, Any]:
         specs = parse_sources([{"name": "chats", "path": f"{folder}/chats.jsonl"}], Path(folder))
         watcher, start = Thread(target=watch), perf_counter()
         watcher.start()
-        settings = MergeSettings(max_seq_len=1024, dedupe=dedupe)
+        settings = MergeConfig(max_seq_len=1024, dedupe=dedupe)
         report = merge(specs, settings, tokenizer, len(tokenizer), Path(folder) / "corpus", log=str)
         seconds = perf_counter() - start
         done.set()

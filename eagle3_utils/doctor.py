@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from eagle3_utils.runs import repo_root
+from eagle3_utils.serving.launch.checks import PLUGIN_GROUP, PLUGIN_NAME, SGLANG_VERSION
 
-PINNED = {"sglang": "0.5.14", "torch": "2.11.0", "transformers": "5.8.1"}
+PINNED = {"sglang": SGLANG_VERSION, "torch": "2.11.0", "transformers": "5.8.1"}
 
 
 class Finding(NamedTuple):
@@ -48,10 +49,10 @@ def _package(name: str, pinned: str) -> Finding:
 
 
 def _plugin() -> Finding:
-    names = [point.name for point in metadata.entry_points(group="sglang.srt.plugins")]
-    if "eagle3_capture" not in names:
-        return Finding("plugin", "fail", f"SGLang would not see eagle3_capture (it sees {names or 'none'}): make setup")
-    return Finding("plugin", "ok", "eagle3_capture is registered with sglang.srt.plugins")
+    names = [point.name for point in metadata.entry_points(group=PLUGIN_GROUP)]
+    if PLUGIN_NAME not in names:
+        return Finding("plugin", "fail", f"SGLang would not see {PLUGIN_NAME} (it sees {names or 'none'}): make setup")
+    return Finding("plugin", "ok", f"{PLUGIN_NAME} is registered with {PLUGIN_GROUP}")
 
 
 def _gpus() -> list[Finding]:

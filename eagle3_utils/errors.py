@@ -1,6 +1,11 @@
 """The one exception a user sees: what is wrong, where, and what to do about it."""
 
 
+def first_line(error: Exception) -> str:
+    """What an exception of a library says, cut to one line; its class when it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 class UserError(Exception):
     """A user's mistake or a failed check; the command line prints it in one or two lines, without a traceback.
 

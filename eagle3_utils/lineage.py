@@ -11,7 +11,7 @@ import httpx
 from eagle3_utils import runs
 from eagle3_utils.config import StageConfig
 from eagle3_utils.corpus.reading.sources import SourceSpec, parse_sources, source_files
-from eagle3_utils.errors import UserError
+from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.target import load_target
 
 # stage → {input name: (earlier stage, its output)}
@@ -63,8 +63,7 @@ def _dataset_hash(spec: SourceSpec) -> str:
     try:
         return HfApi().dataset_info(spec.hf).sha
     except (OSError, ValueError, httpx.HTTPError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot find this dataset: {reason}", f"sources: {spec.name}: {spec.hf}") from None
+        raise UserError(f"cannot find this dataset: {first_line(error)}", f"sources: {spec.name}: {spec.hf}") from None
 
 
 def _reads_responses(config: StageConfig) -> bool:

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from eagle3_utils import runs, summary
-from eagle3_utils.acceptance.intervals import Interval
+from eagle3_utils.acceptance.intervals import from_json
 from eagle3_utils.config import STAGES
 from eagle3_utils.draft.card import target_name
 from eagle3_utils.draft.training.journal import read_journal
@@ -160,8 +160,8 @@ def _training(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> l
 
 
 def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
-    teacher_forced = _intervals(metrics.get("teacher_forced") or {})
-    lengths, replayed = _intervals(metrics.get("accept_lengths") or {}), _intervals(metrics.get("replayed") or {})
+    teacher_forced = from_json(metrics.get("teacher_forced") or {})
+    lengths, replayed = from_json(metrics.get("accept_lengths") or {}), from_json(metrics.get("replayed") or {})
     parts = [
         "<p class=note>Accept length counts the bonus token: 1.0 means that nothing drafted was accepted. "
         "Shapes are steps · top-k · draft tokens. Intervals are 95 %, from a bootstrap over prompts. "
@@ -191,7 +191,7 @@ def _served(metrics: dict[str, Any]) -> list[str]:
     rows = metrics.get("served") or []
     parts = ["<h3>Served by SGLang</h3>" + table(rows)] if rows else []
     parts += [_figure(lambda: acceptance_plots.served_speed(rows))] if rows else []
-    by_source = _intervals(metrics.get("served_accept_lengths") or {})
+    by_source = from_json(metrics.get("served_accept_lengths") or {})
     counted = {run: {source: of["counted"] for source, of in found.items()} for run, found in by_source.items()}
     parts += ["<h3>Served accept length by source</h3>" + table(rows_of(counted, "draft"))] if counted else []
     if changes := metrics.get("served_changes"):
@@ -271,15 +271,6 @@ def _figure(draw: Callable[[], Any]) -> str:
         return f'<p><img alt="{html.escape(title)}" src="{svg_uri(drawn)}"></p>'
     except (KeyError, ValueError, IndexError) as error:  # records of another version; the page must not fail for one
         return f"<p>No figure from these records: {html.escape(f'{type(error).__name__}: {error}')}.</p>"
-
-
-def _intervals(value: Any) -> Any:
-    """Dicts written by `intervals.to_json` as `Interval`s again."""
-    if isinstance(value, dict):
-        if value.keys() == {"value", "low", "high"}:
-            return Interval(**value)
-        return {key: _intervals(item) for key, item in value.items()}
-    return [_intervals(item) for item in value] if isinstance(value, list) else value
 
 
 def _step_rows(teacher_forced: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

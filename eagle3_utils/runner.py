@@ -31,7 +31,7 @@ from papermill.exceptions import PapermillExecutionError
 from eagle3_utils import runs, summary
 from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_named, stage_parameters
 from eagle3_utils.corpus.reading.sources import parse_sources
-from eagle3_utils.errors import UserError
+from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.lineage import UPSTREAM, stage_inputs
 
 # Progress bars of libraries redraw themselves into thousands of lines of a saved notebook.
@@ -156,17 +156,19 @@ def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _
         papermill.execute_notebook(
             str(notebook_path(stage)), str(output), parameters=values, kernel_name="python3", km=kernel,
             cwd=str(runs.repo_root()), progress_bar=False, stdout_file=sys.stdout, stderr_file=sys.stderr,
+            on_cell_execute=interrupts.end_here,
         )  # fmt: skip
+        interrupts.end_here()  # a signal that no cell saw: what is finished stays so
     except (PapermillExecutionError, DeadKernelError) as error:
-        if interrupts.received:
-            raise KeyboardInterrupt from None
+        interrupts.end_here()
         raise _failure(error, stage, folder / "notebook.html") from None
     except OSError as error:  # a full disk: papermill saves the notebook after every cell
         raise UserError(f"cannot run or save the notebook: {error}", str(output)) from None
     finally:
         interrupts.kernel = None
         if kernel.has_kernel:
-            kernel.shutdown_kernel()
+            # Asked to stop, ipykernel waits 29 s for children it has already killed but does not reap.
+            kernel.shutdown_kernel(now=(folder / "DONE.json").is_file())
         sockets.cleanup()
         _write_html(output)
     if not (folder / "DONE.json").is_file():
@@ -191,7 +193,7 @@ def _write_html(notebook: Path) -> None:
     try:
         body, _ = HTMLExporter(raw_template=_HTML_TEMPLATE).from_notebook_node(nbformat.read(notebook, as_version=4))
     except (ValueError, OSError) as error:  # nbconvert without its templates
-        print(f"no HTML beside {notebook}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"no HTML beside {notebook}: {first_line(error)}", file=sys.stderr)
         return
     notebook.with_suffix(".html").write_text(body)
 
@@ -231,6 +233,11 @@ class _Interrupts:
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def end_here(self, **_cell) -> None:
+        """Raise KeyboardInterrupt after a signal: between two cells the kernel pays it no heed."""
+        if self.received:
+            raise KeyboardInterrupt
 
     def _pass_on(self, signum, frame) -> None:
         self.received = True

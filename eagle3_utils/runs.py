@@ -63,6 +63,15 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def sync(path: Path) -> None:
+    """fsync a file, or a folder so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds, or None when there is no such file."""
     return json.loads(path.read_text()) if path.is_file() else None
@@ -111,7 +120,7 @@ def read_runner(run_folder: Path) -> tuple[int, str] | None:
 
 
 def try_lock(file) -> bool:
-    """Take the lock of an open file, which is held until it is closed; False when another process has it."""
+    """Take the lock of an open file or descriptor, held until it is closed; False when another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

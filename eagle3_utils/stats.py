@@ -200,7 +200,7 @@ def state_statistics(
 
     Parameters
     ----------
-    reader : a ``states.store.StoreReader`` (anything with ``len``, ``lengths``, ``meta.aux_layers`` and ``read(i)``).
+    reader : a ``states.reader.StoreReader`` (anything with ``len``, ``lengths``, ``meta.aux_layers`` and ``read(i)``).
     massive_ratio : a row is massive when its largest |entry| is this many times the state's median |entry|.
     spectrum_rows : rows kept per state for the covariance spectrum; memory is spectrum_rows · H · 4 bytes per state.
     num_massive : how many massive tokens are listed, of each state.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from eagle3_utils import runs
 from eagle3_utils.config import STAGES
+from eagle3_utils.draft import card
 
 WHERE = "report, notebooks"  # label of the row that says where they are
 
@@ -35,22 +37,8 @@ def result_rows(run_folder: Path) -> list[tuple[str, str]]:
             rows.append((f"  {source}", f"{length:.2f}"))
         verdicts = {True: "yes", False: "NO", None: "not checked (nothing was decoded)"}
         rows.append(("output equals plain greedy decoding", verdicts[evaluation["identical"]]))
-        rows += _served_rows(evaluation)
+        rows += card.served_rows(evaluation)
     rows.append((WHERE, f"{short_path(run_folder)}/report.html, {short_path(run_folder)}/*/notebook.ipynb"))
-    return rows
-
-
-def _served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Accept length and speed-up of every draft shape SGLang served, and whether they are the offline ones."""
-    rows = []
-    for row in evaluation.get("served") or []:
-        if "counted" in row:
-            speed_up = f", {row['speed-up']:.2f}× the speed" if row.get("speed-up") else ""
-            label = f"  served, {row['draft']}, {row['concurrency']} in flight"
-            rows.append((label, f"accept length {row['counted']:.2f}{speed_up}"))
-    passed = (evaluation.get("parity") or {}).get("passed")
-    if passed is not None:
-        rows.append(("served acceptance is the offline one", "yes" if passed else "NO"))
     return rows
 
 
@@ -63,7 +51,7 @@ def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
         if done:
             rows.append({"stage": stage, "state": "done", "wall_seconds": done["wall_seconds"]})
         elif progress:
-            state = "running" if _alive(progress["pid"]) else "stopped"
+            state = "running" if psutil.pid_exists(progress["pid"]) else "stopped"
             rows.append(progress | {"state": state, "age_seconds": round(time.time() - progress["updated"], 1)})
         elif (run_folder / stage / "parameters.yaml").is_file():  # begun by the runner, not yet by the notebook
             rows.append({"stage": stage, "state": "running" if runner_works else "stopped"})
@@ -118,14 +106,4 @@ def short_path(path: Path) -> Path:
 
 def _runner_works(run_folder: Path) -> bool:
     runner = runs.read_runner(run_folder)
-    return runner is not None and _alive(runner[0])
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return runner is not None and psutil.pid_exists(runner[0])

@@ -72,7 +72,7 @@ def load_target(model: str, trust_remote_code: bool = False) -> Target:
         logit_softcap=text.get("final_logit_softcapping"),
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
         max_position_embeddings=text.get("max_position_embeddings", 2048),
-        rope=_rope_parameters(text),
+        rope=rope_parameters(text),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
         text_config=text,
         fingerprint=_fingerprint(path),
@@ -196,13 +196,19 @@ def _logit_scale(text: dict[str, Any]) -> float:
     return text.get("logit_scale") or 1.0
 
 
-def _rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
-    """RoPE in one form, whether config.json has `rope_parameters` (transformers 5) or theta and scaling apart."""
-    if text.get("rope_parameters"):
-        return dict(text["rope_parameters"])
-    scaling = dict(text.get("rope_scaling") or {})
-    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
-    return {"rope_theta": text.get("rope_theta", 10000.0)} | scaling
+def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
+    """RoPE in one form, whether config.json has `rope_parameters` (transformers 5) or theta and scaling apart.
+
+    Of a target whose layers differ, that of its full attention. Sections for images (`mrope`) are left out: for text,
+    where the three positions are one, it is `default`, and SGLang serves drafts so (llama_eagle3.py).
+    """
+    rope = text.get("rope_parameters")
+    if not rope:
+        rope = dict(text.get("rope_scaling") or {})
+        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+        rope = {"rope_theta": text.get("rope_theta", 10000.0)} | rope
+    rope = {name: value for name, value in rope.get("full_attention", rope).items() if not name.startswith("mrope")}
+    return rope | ({"rope_type": "default"} if rope.get("rope_type") == "mrope" else {})
 
 
 def _fingerprint(path: Path) -> str:

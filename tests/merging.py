@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 
+from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.merge import merge
-from eagle3_utils.corpus.reading.intake import MergeSettings
 from eagle3_utils.corpus.reading.sources import parse_sources
 
 NOUNS = ("apple", "river", "engine", "garden", "violin", "planet", "market", "winter", "coffee", "bridge", "letter")
@@ -28,5 +28,5 @@ def write(path, rows) -> str:
 
 def build(folder, tokenizer, entries, evaluation=(), log=lambda line: None, **settings):
     specs = parse_sources(entries, folder)
-    settings = MergeSettings(**{"max_seq_len": 256, "val_fraction": 0.2} | settings)
+    settings = MergeConfig(**{"max_seq_len": 256, "val_fraction": 0.2} | settings)
     return merge(specs, settings, tokenizer, len(tokenizer), folder / "corpus", evaluation_files=evaluation, log=log)

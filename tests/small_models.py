@@ -43,7 +43,12 @@ def trained_draft(model: LlamaForCausalLM, batches: list, num_steps: int = 120) 
     """The small draft after it has learnt these one-sample batches by heart."""
     plain_logits = SimpleNamespace(logit_scale=1.0, logit_softcap=None)
     draft = small_draft(model)
-    teacher = Teacher(model.lm_head.weight.detach(), draft.target_ids, plain_logits)
+    learn(draft, Teacher(model.lm_head.weight.detach(), draft.target_ids, plain_logits), batches, num_steps)
+    return draft.eval()
+
+
+def learn(draft: DraftModel, teacher: Teacher, batches: list, num_steps: int) -> None:
+    """Train a draft on one-sample batches, one after the other."""
     plans = [plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, 3) for batch in batches]
     optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
     for step in range(num_steps):
@@ -51,4 +56,3 @@ def trained_draft(model: LlamaForCausalLM, batches: list, num_steps: int = 120) 
         optimizer.zero_grad()
         training_time_test(draft, batch, plan, teacher, UnrollOptions((1.0, 1.0, 1.0))).loss.backward()
         optimizer.step()
-    return draft.eval()

@@ -3,7 +3,7 @@
 import torch
 
 from eagle3_utils.draft.training.batch_runner import BatchRunner
-from eagle3_utils.draft.training.build import corpus_vocab, new_draft, supervised_counts
+from eagle3_utils.draft.training.build import corpus_vocab, new_draft, token_counts
 from eagle3_utils.draft.training.distributed import Ranks
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedDataset
@@ -15,7 +15,7 @@ pytest_plugins = ["draft_runs"]  # fixtures
 
 def build(config, states, draft_vocab_size=40):
     reader, target = StoreReader(states / "hidden_states" / "train"), load_target(config.model)
-    counts = supervised_counts(reader, target)
+    counts, _ = token_counts(reader, target)
     vocab = corpus_vocab(counts, target, draft_vocab_size)
     model = new_draft(config, target, reader.meta.aux_layers, vocab)
     return reader, BatchRunner(model, Teacher.for_model(model, target), config, int(counts.argmax()))

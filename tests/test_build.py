@@ -140,6 +140,18 @@ def test_rope_is_the_targets_or_what_the_parameters_set(target):
         draft_config_for(TrainConfig(rope={"factor": 4.0}), target, LAYERS)
 
 
+def test_rope_that_sglang_would_serve_otherwise_is_refused_by_kind_with_what_can_be_set(target):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 256}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    assert draft_config_for(TrainConfig(rope=yarn | {"attn_factor": 1.0}), target, LAYERS).rope["factor"] == 8.0
+    with pytest.raises(UserError, match=r"RoPE of kind dynamic.*\n.*default, linear, llama3, yarn: {rope_type"):
+        draft_config_for(TrainConfig(), replace(target, rope=dynamic), LAYERS)
+    with pytest.raises(UserError, match=r"YaRN's attn_factor 0\.5"):
+        draft_config_for(TrainConfig(rope=yarn | {"attn_factor": 0.5}), target, LAYERS)
+    with pytest.raises(UserError, match=r"RoPE of kind linear.*\n.*one of default, yarn"):
+        draft_config_for(TrainConfig(rope=dynamic | {"rope_type": "linear"}, layer_kind="mla"), target, LAYERS)
+
+
 @pytest.mark.parametrize("layers", [[2], [0, 1, 2, 4]])
 def test_any_number_of_auxiliary_layers_trains(target, layers):
     vocab = vocab_map_of(torch.arange(256), target.vocab_size)

@@ -1,5 +1,6 @@
 """Checkpoints: whole or passed over, kept in number, and atomic."""
 
+import json
 import logging
 
 import pytest
@@ -72,6 +73,41 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, tmp_path
         path, position = newest_whole_checkpoint(tmp_path, LOG)
     assert path.name == "step-000020" and position.step == 20
     assert "step-000030" in caplog.text
+
+
+def damage(checkpoint):
+    with open(checkpoint / PART, "r+b") as file:
+        file.truncate(100)
+
+
+def test_damaged_checkpoints_are_not_kept_in_the_place_of_whole_ones(tmp_path):
+    model, optimizer = save_three(tmp_path)
+    damage(tmp_path / "step-000030")
+    save_checkpoint(tmp_path, model, optimizer, Position(step=25), keep=2)  # resumed from 20
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step-000020", "step-000025"]
+
+
+def test_when_all_are_damaged_training_begins_anew_and_that_is_said(tmp_path, caplog):
+    save_three(tmp_path)
+    for path in checkpoint_folders(tmp_path):
+        damage(path)
+    assert newest_whole_checkpoint(tmp_path, LOG) is None
+    assert "no whole checkpoint: training begins anew" in caplog.text
+
+
+def test_the_newest_is_the_one_of_the_highest_step_and_other_folders_are_none(tmp_path):
+    for name in ("step-999999", "step-1000000", "step-000030.bak", "step-old"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step-999999", "step-1000000"]
+
+
+def test_a_checkpoint_of_an_older_version_is_read(tmp_path):
+    save_three(tmp_path)
+    state = tmp_path / "step-000030" / "state.json"
+    values = json.loads(state.read_text())
+    del values["seconds"], values["waited"]
+    state.write_text(json.dumps(values))
+    assert newest_whole_checkpoint(tmp_path, LOG)[1] == Position(step=30, epoch=1, parameters={"a": 1})
 
 
 def test_unfinished_temporary_folder_is_no_checkpoint(tmp_path):

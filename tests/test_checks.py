@@ -57,6 +57,16 @@ def test_an_interpreter_that_does_not_run_is_named():
         checks.ask_interpreter("/no/such/python")
 
 
+def test_a_relative_interpreter_counts_from_the_repository_and_its_link_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(checks, "repo_root", lambda: tmp_path)
+    python = checks.interpreter_path("env/../env/python")
+    assert python == str(tmp_path / "env" / "python")
+    assert checks.interpreter_path(None) == sys.executable and checks.interpreter_path("python3") == "python3"
+    assert checks.interpreter_path(sys.executable) == sys.executable
+
+
 def test_a_taken_port_is_refused_with_pid_and_command(listener):
     with pytest.raises(UserError, match=rf"port {listener} is taken by pid {os.getpid()} \("):
         checks.check_port(listener)
@@ -125,6 +135,13 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         checks.check_memory(1000, "cuda", 2)
     with pytest.raises(UserError, match="free on 1 GPUs"):
         checks.check_memory(200 << 30, "cuda", 1)
+
+
+def test_every_copy_of_the_weights_needs_its_room(monkeypatch):
+    monkeypatch.setattr(checks.gpus, "free_bytes", lambda: [10 << 30] * 8)
+    checks.check_memory(16 << 30, "cuda", 8)
+    with pytest.raises(UserError, match=r"137\.4 GB of weights"):
+        checks.check_memory(16 << 30, "cuda", 8, num_copies=8)
 
 
 def test_staging_larger_than_the_disk_is_refused(tmp_path):

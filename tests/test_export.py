@@ -1,15 +1,20 @@
 """Export and load: SGLang's format, and the same draft back."""
 
 import json
+from dataclasses import replace
 
+import pytest
 import torch
-from draft_folders import LAYERS
+from draft_folders import LAYERS, pretend_training
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.check import check_draft
 from eagle3_utils.draft.export import draft_config_of, export_draft, load_draft
 from eagle3_utils.draft.network import DraftCache
+from eagle3_utils.draft.training.build import new_draft
+from eagle3_utils.draft.vocab import vocab_map_of
 
 pytest_plugins = ["draft_folders"]  # fixtures
 
@@ -42,6 +47,26 @@ def test_older_configs_say_rope_scaling_by_type_and_leave_out_what_has_a_default
     config = draft_config_of(values, target)
     assert config.rope == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert (config.num_kv_heads, config.head_dim) == (config.num_heads, 64 // config.num_heads)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, [2], [0, 1, 2, 4]])
+def test_mla_draft_is_clean_and_loads_to_the_same_logits(layers, target, tmp_path):
+    """As many layers as one likes, with DeepSeek's YaRN."""
+    widths = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    yarn = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "original_max_position_embeddings": 256,
+            "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    target = replace(target, text_config=target.text_config | widths, rope=yarn)
+    vocab = vocab_map_of(torch.arange(0, 512, 2), target.vocab_size)
+    model = new_draft(TrainConfig(draft_vocab_size=256, layer_kind="mla"), target, layers, vocab)
+    pretend_training(model)
+    folder = export_draft(model, target, tmp_path / "draft", torch.float32)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    assert check_draft(folder, target, layers) == []
+    loaded = load_draft(folder, target)
+    assert loaded.config == model.config
+    aux, tokens = torch.randn(5, len(layers), 64), torch.arange(5)
+    ours, theirs = (m.decode_step(m.project(aux), tokens, tokens + 100, DraftCache())[1] for m in (model, loaded))
+    assert torch.equal(ours, theirs)
 
 
 def test_tensors_have_sglangs_names_shapes_and_dtypes(exported):

@@ -146,6 +146,17 @@ def test_a_server_that_fails_everything_stops_the_run_before_every_sample_is_giv
     check_store(store, records)
 
 
+def test_a_server_that_fails_everything_at_once_leaves_its_work_to_a_slower_one(tmp_path):
+    records, shown = make_records(120), []
+    with (
+        FakeServer(tmp_path / "a", lambda rid: "http 500") as sick,
+        FakeServer(tmp_path / "b", delay_seconds=0.02) as other,
+    ):
+        report = extract([sick, other], records, tmp_path / "store", META, CONFIG, shown.append)
+    check_store(tmp_path / "store", records)
+    assert not report.failures and len(sick.rids) >= 20 and shown[-1]["servers_alive"] == 1
+
+
 def test_the_work_of_a_server_that_hangs_goes_to_the_other(tmp_path):
     records = make_records(40)
     config = CONFIG.model_copy(update={"request_timeout_seconds": 0.2, "max_tokens_in_flight": 60})

@@ -56,17 +56,17 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
     prompts = [Prompt(str(n), "chat", [3, n, 5, 1]) for n in range(3)]
     total = 0
     for item in heldout.decode_prompts(model, draft, prompts, shape, 24, stop_ids=()):
-        batch = forward.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
+        batch = forward.packed_sample(model, item.prompt, item.speculative.output_ids, AUX_LAYERS)
         found = heldout.replay(draft, batch, shape)
-        assert found[:-1] == item.fast.num_accepted[:-1]
-        assert len(found) == len(item.fast.num_accepted)
+        assert found[:-1] == item.speculative.num_accepted[:-1]
+        assert len(found) == len(item.speculative.num_accepted)
         total += sum(found)
     assert total > 0
 
 
 def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, monkeypatch):
     item = heldout.decode_prompts(model, draft, [Prompt("a", "chat", [3, 5, 1])], TreeShape(3), 24, stop_ids=())[0]
-    batch = forward.packed_sample(model, item.prompt, item.fast.output_ids, AUX_LAYERS)
+    batch = forward.packed_sample(model, item.prompt, item.speculative.output_ids, AUX_LAYERS)
     whole = heldout.chain_depths(draft, batch, 3)
     monkeypatch.setattr(heldout, "_SLOTS_AT_ONCE", 4)
     assert heldout.chain_depths(draft, batch, 3) == whole and max(whole) > 0
@@ -91,7 +91,7 @@ def test_the_first_prompts_of_each_source_are_decoded_plainly_too(model, draft):
     done = []
     decoded = heldout.decode_prompts(model, draft, prompts, TreeShape(2), 9, (), 2, done.append)
     assert [item.plain is not None for item in decoded] == [True, True, True, False]
-    assert all(item.plain.output_ids == item.fast.output_ids for item in decoded[:3])
+    assert all(item.plain.output_ids == item.speculative.output_ids for item in decoded[:3])
     assert done == [1, 2, 3, 4]
 
 

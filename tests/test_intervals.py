@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from eagle3_utils.acceptance.intervals import Interval, ratio_interval, to_json
+from eagle3_utils.acceptance.intervals import Interval, from_json, ratio_interval, to_json
 
 
 def test_a_ratio_is_of_sums_and_identical_items_have_no_spread():
@@ -13,7 +13,9 @@ def test_a_ratio_is_of_sums_and_identical_items_have_no_spread():
 
 
 def test_intervals_become_json_and_text():
-    assert to_json({"all": [Interval(1.5, 1.25, 1.75)]}) == {"all": [{"value": 1.5, "low": 1.25, "high": 1.75}]}
+    nested = {"all": [Interval(1.5, 1.25, 1.75)], "steps": 3}
+    assert to_json(nested) == {"all": [{"value": 1.5, "low": 1.25, "high": 1.75}], "steps": 3}
+    assert from_json(to_json(nested)) == nested
     assert str(Interval(1.5, 1.25, 1.75)) == "1.500 [1.250, 1.750]"
 
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -47,17 +47,21 @@ def test_weights_and_biases_gets_the_curves_when_its_key_is_set(tmp_path, monkey
     wandb, seen = ModuleType("wandb"), []
     wandb.__spec__ = ModuleSpec("wandb", None)
 
-    class Run:
-        log = staticmethod(lambda curves, step: seen.append((step, curves)))
-        finish = staticmethod(lambda: seen.append("finished"))
-
-    wandb.init = lambda **options: seen.append(options) or Run
+    run = SimpleNamespace(
+        summary={}, log=seen.append, finish=lambda: seen.append("finished"),
+        define_metric=lambda name, step_metric=None: seen.append((name, step_metric)),
+    )  # fmt: skip
+    wandb.init = lambda **options: seen.append(options) or run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "not a key")
     with Journal(tmp_path, "run") as journal:
         journal.write("train", 3, loss=2.0, accuracy=[0.1, 0.2])
+        journal.write("best", 2, loss=1.0)
     assert seen[0] == {"project": "eagle3", "name": "run", "id": "run", "resume": "allow"}
-    assert seen[1:] == [(3, {"train/loss": 2.0, "train/accuracy/0": 0.1, "train/accuracy/1": 0.2}), "finished"]
+    steps = [("optimiser_step", None), ("train/*", "optimiser_step"), ("validation/*", "optimiser_step")]
+    curves = {"optimiser_step": 3, "train/loss": 2.0, "train/accuracy/0": 0.1, "train/accuracy/1": 0.2}
+    assert seen[1:] == [*steps, curves, "finished"]
+    assert run.summary == {"best/step": 2, "best/loss": 1.0}
 
 
 def test_key_without_the_library_is_said(tmp_path, monkeypatch, caplog):

@@ -8,7 +8,9 @@ from draft_folders import LAYERS
 from safetensors.torch import load_file, save_file
 
 from eagle3_utils.draft.check import review_draft
+from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.layouts import read_draft_files
+from eagle3_utils.errors import UserError
 
 pytest_plugins = ["draft_folders"]  # fixtures
 OURS = ("num_aux_hidden_states", "trained_aux_layers")
@@ -76,6 +78,27 @@ def test_older_names_of_the_norms_become_sglangs(parts, tmp_path):
     tensors = {f"model.{name}": tensor for name, tensor in tensors.items()} | {"aux_norm_mid.weight": torch.ones(64)}
     names = read_draft_files(write(tmp_path / "n", values, tensors)).tensors.keys()
     assert {"fc_norm.1.weight", "midlayer.mlp.up_proj.weight", "norm.weight"} <= names
+
+
+def test_damaged_files_are_named_in_a_line(exported, parts, target, tmp_path):
+    config, weights = exported / "config.json", exported / "model.safetensors"
+    whole, again = config.read_text(), r"\n  download or export it again$"
+    for text in (whole[:20], "[]"):
+        config.write_text(text)
+        for read in (lambda: read_draft_files(exported), lambda: load_draft(exported, target)):
+            with pytest.raises(UserError, match=rf"config\.json: damaged: .+{again}"):
+                read()
+    config.write_text(whole)
+    with open(weights, "r+b") as file:
+        file.truncate(10_000)
+    for read in (lambda: read_draft_files(exported), lambda: load_draft(exported, target)):
+        with pytest.raises(UserError, match=rf"model\.safetensors: missing or damaged: .+{again}"):
+            read()
+    weights.rename(exported / "pytorch_model.bin")
+    with pytest.raises(UserError, match=rf"pytorch_model\.bin: missing or damaged: .+{again}"):
+        read_draft_files(exported)
+    with pytest.raises(UserError, match=r"model\.safetensors: missing or damaged"):
+        load_draft(exported, target)
 
 
 def test_a_folder_without_weights_says_so(parts, target, tmp_path):

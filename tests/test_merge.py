@@ -8,8 +8,8 @@ import pytest
 from merging import build, pair, question, write
 from transformers import AutoTokenizer
 
+from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.merge import merge, read_evaluation
-from eagle3_utils.corpus.reading.intake import MergeSettings
 from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.corpus.records import corpus_hash, read_parquet
 from eagle3_utils.errors import UserError
@@ -126,7 +126,7 @@ def test_evaluation_files_without_prompts_stop_the_run(tmp_path, row, problem):
 
 def test_the_sizes_of_draft_vocabularies_stand_in_the_description(tmp_path, tokenizer):
     path = write(tmp_path / "x.jsonl", [pair(i) for i in range(12)])
-    specs, settings = parse_sources([{"name": "x", "path": path}], tmp_path), MergeSettings(256)
+    specs, settings = parse_sources([{"name": "x", "path": path}], tmp_path), MergeConfig(max_seq_len=256)
     about = merge(specs, settings, tokenizer, 100_000, tmp_path / "corpus").corpus  # as of a target with many tokens
     sizes = ["4096", "8192", "16384", "32768", "65536"]
     for key in ("draft_vocab_coverage", "draft_vocab_coverage_held_out"):
@@ -135,14 +135,13 @@ def test_the_sizes_of_draft_vocabularies_stand_in_the_description(tmp_path, toke
     assert set(about["draft_vocab_coverage"].values()) == {1.0}
 
 
-@pytest.mark.parametrize("mask", [0, 1])
-def test_masks_of_all_ones_or_zeros_are_refused_by_the_sources_name(tmp_path, tokenizer, mask):
-    rows = [{"input_ids": list(range(20 * i, 20 * i + 20)), "loss_mask": [mask] * 20} for i in range(1, 9)]
+@pytest.mark.parametrize("mask, share", [([0] * 99 + [1], "1.0%"), ([1] * 20, "100.0%")], ids=["zeros", "ones"])
+def test_masks_of_almost_all_zeros_or_all_ones_are_refused_by_the_sources_name(tmp_path, tokenizer, mask, share):
+    rows = [{"input_ids": list(range(100 * i, 100 * i + len(mask))), "loss_mask": mask} for i in range(1, 9)]
     path = write(tmp_path / "x.jsonl", rows)
-    settings = {"min_supervised_tokens": 0} if mask == 0 else {}
     with pytest.raises(UserError, match="source odd") as raised:
-        build(tmp_path, tokenizer, [{"name": "odd", "path": path}], **settings)
-    assert f"{mask:.1%}" in str(raised.value)
+        build(tmp_path, tokenizer, [{"name": "odd", "path": path}], min_supervised_tokens=1)
+    assert share in str(raised.value)
 
 
 def test_raw_text_may_be_all_ones_when_it_is_named_text(tmp_path, tokenizer):

@@ -2,10 +2,11 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from fake_capture import make_records
 
 from eagle3_utils.states.extraction import pool as pool_module
-from eagle3_utils.states.extraction.pool import Pool, Worker, backoff_seconds, in_buckets
+from eagle3_utils.states.extraction.pool import Pool, Task, Worker, backoff_seconds, in_buckets
 
 
 def test_order_is_deterministic_long_first_within_buckets():
@@ -61,8 +62,24 @@ def test_a_server_that_fails_for_long_is_dead_and_the_other_goes_on():
     for _ in range(2):
         task = pool.take(two)
         pool.arrived(two, task)
-        pool.stored(task)
+        pool.stored(two, task)
     assert pool.unfinished == 0 and pool.unfinished_tokens == 0 and pool.take(two) is None
+
+
+@pytest.mark.parametrize("what", ["answers", "dumps"])
+def test_a_server_that_fails_everything_beside_a_good_one_is_dead_before_it_uses_up_the_tries(caplog, what):
+    sick, good = Worker("http://sick", Path(".")), Worker("http://good", Path("."))
+    pool = Pool(make_records(25), [sick, good], max_tokens=10_000, max_tries=3, patience_seconds=100)
+    tasks = [pool.take(sick) for _ in range(25)]
+    for task in tasks:
+        if what == "dumps":
+            pool.arrived(sick, task)
+        assert not (pool.rejected if what == "dumps" else pool.sample_failed)(sick, task)
+    assert sick.dead and [task.tries for task in tasks] == [1] * 19 + [0] * 6
+    assert f"20 {what} in a row of http://sick" in caplog.text and len(caplog.records) == 1
+    for _ in range(30):  # the last server is not given up for its answers
+        pool._blame(good, Task(0, tasks[0].record), what)
+    assert not good.dead
 
 
 def test_no_answer_in_time_is_the_servers_fault_unless_it_has_answered_others_since():
@@ -71,7 +88,7 @@ def test_no_answer_in_time_is_the_servers_fault_unless_it_has_answered_others_si
     slow, other, last = (pool.take(worker) for _ in range(3))
     asked_at = time.monotonic()
     pool.arrived(worker, other)
-    pool.stored(other)
+    pool.stored(worker, other)
     assert not pool.timed_out(worker, slow, asked_at) and slow.tries == 1 and not worker.dead
     assert not pool.timed_out(worker, last, time.monotonic()) and last.tries == 0 and worker.dead
     assert pool.unfinished == 2 and pool.take(worker) is None
@@ -86,11 +103,11 @@ def test_what_has_arrived_is_unfinished_until_it_is_stored_and_comes_back_when_i
     assert not pool.all_arrived
     pool.arrived(worker, bad)
     assert pool.all_arrived and pool.unfinished == 2 and worker.in_flight_tokens == 0
-    pool.stored(good)
-    assert not pool.rejected(bad) and not pool.all_arrived
+    pool.stored(worker, good)
+    assert not pool.rejected(worker, bad) and not pool.all_arrived
     assert pool.take(worker) is bad
     pool.arrived(worker, bad)
-    assert pool.rejected(bad) and pool.unfinished == 0 and not pool.all_arrived and pool.take(worker) is None
+    assert pool.rejected(worker, bad) and pool.unfinished == 0 and not pool.all_arrived and pool.take(worker) is None
 
 
 def test_threads_that_wait_are_told_of_retries_and_of_the_end_though_one_only_looks(monkeypatch):
@@ -105,7 +122,7 @@ def test_threads_that_wait_are_told_of_retries_and_of_the_end_though_one_only_lo
             taken.append(task)
             all_taken.wait()  # while the one that looked is busy, another looks
             pool.arrived(worker, task)
-            pool.stored(task)
+            pool.stored(worker, task)
 
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(8)]
     for thread in threads:

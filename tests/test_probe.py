@@ -12,7 +12,7 @@ from serving_fakes import FakeSGLang
 
 from eagle3_utils.config import ExtractConfig, ProbeConfig
 from eagle3_utils.errors import UserError
-from eagle3_utils.serving.probe import probe_servers, read_probe, require_probe, run_probe, write_probe
+from eagle3_utils.serving.probe import fingerprint, probe_servers, read_probe, require_probe, run_probe, write_probe
 from eagle3_utils.serving.server import AttachedServer, CaptureSpec
 from eagle3_utils.target import load_target
 
@@ -171,6 +171,15 @@ def test_extraction_from_another_kind_of_server_is_refused(fake, config, passing
     fake.write_handshake(**changes)
     with pytest.raises(UserError, match=words):
         require_probe(extract_config(config), fake.target, attach(fake), longest=40)
+
+
+def test_another_number_of_copies_makes_the_same_dumps_and_another_split_of_sums_does_not(fake):
+    prints = []
+    for ranks in ((1, 1, 1), (1, 1, 8), (8, 1, 8)):
+        fake.write_handshake(ranks=dict(zip(("tp", "attn_tp", "writers"), ranks, strict=True)))
+        server = SimpleNamespace(handshake=json.loads((fake.dump_dir / "handshake.json").read_text()))
+        prints.append(fingerprint(fake.target, server)["digest"])
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_extraction_of_longer_samples_than_probed_is_refused(fake, config, passing):

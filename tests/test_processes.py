@@ -47,13 +47,14 @@ def test_a_group_is_stopped_with_its_stubborn_children(monkeypatch):
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_an_orphan_of_ours_is_stopped_and_forgotten(tmp_path):
+def test_an_orphan_of_any_stage_of_the_run_is_stopped_and_forgotten(tmp_path):
     orphan = start("import time; print(flush=True); time.sleep(600)", **{processes.NONCE_VARIABLE: "abc"})
     orphan.stdout.readline()
-    processes.remember(tmp_path, orphan.pid, "abc", ["python", "-m", "sglang.launch_server"])
-    path = tmp_path / f"server-{orphan.pid}.json"
+    stages = [tmp_path / name for name in ("02_patch_and_probe", "03_extract_hidden_states")]
+    processes.remember(stages[0], orphan.pid, "abc", ["python", "-m", "sglang.launch_server"])
+    path = stages[0] / f"server-{orphan.pid}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"launcher_started": 1.0}))  # its launcher is dead
-    assert processes.stop_orphans(tmp_path) == [f"pid {orphan.pid} (python -m sglang.launch_server)"]
+    assert processes.stop_orphans(stages[1]) == [f"pid {orphan.pid} (python -m sglang.launch_server)"]
     assert orphan.wait(10) is not None and not path.exists()
 
 
@@ -62,9 +63,9 @@ def test_a_stranger_with_the_pid_and_a_server_in_use_are_left_alone(tmp_path, la
     nonce = "another" if launcher_is_dead else "abc"
     other = start("import time; print(flush=True); time.sleep(600)", **{processes.NONCE_VARIABLE: nonce})
     other.stdout.readline()
-    processes.remember(tmp_path, other.pid, "abc", ["python"])
+    processes.remember(tmp_path / "stage", other.pid, "abc", ["python"])
     try:
-        assert processes.stop_orphans(tmp_path) == []
+        assert processes.stop_orphans(tmp_path / "stage") == []
         assert other.poll() is None
     finally:
         processes.stop_group(other)
@@ -97,6 +98,14 @@ def test_a_folder_a_live_server_dumps_into_is_refused(tmp_path):
     (tmp_path / "handshake.json").write_text(json.dumps({"pid": os.getpid()}))
     with pytest.raises(UserError, match=f"a live server .pid {os.getpid()}."):
         processes.empty_dump_folder(tmp_path)
+
+
+@pytest.mark.parametrize("facts", [{"pid": os.getpid(), "started": 1e9}, {"pid": 999999999}, {}, None])
+def test_the_handshake_of_a_server_that_ended_with_its_machine_refuses_nothing(tmp_path, facts):
+    """Its pid may be another process's by now; a file that was not synced may be empty."""
+    (tmp_path / "handshake.json").write_text(json.dumps(facts) if facts is not None else "")
+    processes.empty_dump_folder(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("pids", "refused"), [([], False), ([None], True), ([1], True), (["ours", None], False),

@@ -1,11 +1,13 @@
 import pickle
 
+import psutil
 import pytest
 import torch
 from fake_capture import fill, make_records
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states import reader as reader_module
+from eagle3_utils.states.reader import Shard, StoreReader
 
 
 @pytest.fixture
@@ -54,3 +56,31 @@ def test_reader_survives_pickling(tmp_path, records):
 def test_not_a_store_says_so(tmp_path):
     with pytest.raises(UserError, match=r"store\.json is missing"):
         StoreReader(tmp_path)
+
+
+def test_of_many_shards_few_are_open_and_no_header_is_read_twice(tmp_path, records, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(reader_module, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(reader_module, "Shard", lambda path: parsed.append(path.name) or Shard(path))
+    fill(tmp_path, records)
+    everything, reader = StoreReader(tmp_path), StoreReader(tmp_path)
+    wanted = {index: everything.read(index).aux.clone() for index in everything.in_stored_order()}
+    parsed.clear()
+    before = psutil.Process().num_fds()
+    for index in [*range(60), *range(59, -1, -3)]:
+        assert torch.equal(reader.read(index).aux, wanted[index])
+        assert psutil.Process().num_fds() <= before + 2 * 3
+    assert len(parsed) == len(set(parsed)) > 3
+
+
+def test_a_shard_that_went_missing_since_it_was_opened_is_named(tmp_path, records, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_OPEN_SHARDS", 1)
+    fill(tmp_path, records)
+    reader = StoreReader(tmp_path)
+    order = reader.in_stored_order()
+    reader.read(order[0])
+    reader.read(order[-1])
+    for path in tmp_path.glob("shard-*.h5"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"shard-.*No such file"):
+        reader.read(order[0])

@@ -151,6 +151,26 @@ def test_sigterm_interrupts_the_kernel_lets_it_clean_up_and_leaves_the_stage_und
         os.kill(kernel, 0)
 
 
+@pytest.mark.parametrize("seen_by", ["the next cell", "no cell"])
+def test_a_stop_that_comes_between_two_cells_or_after_the_last_one_ends_the_run(seen_by, tmp_path, monkeypatch):
+    """The kernel pays it no heed there, so papermill does not fail; a stage that was finished stays finished."""
+    interrupts = runner._Interrupts()
+    folder, ran = tmp_path / STAGE, []
+
+    def execute_notebook(*_paths, on_cell_execute, **_options):
+        on_cell_execute(cell=None, cell_index=0)
+        interrupts.received = True
+        (folder / "DONE.json").touch()
+        if seen_by == "the next cell":
+            on_cell_execute(cell=None, cell_index=1)
+        ran.append("all")
+
+    monkeypatch.setattr(runner.papermill, "execute_notebook", execute_notebook)
+    with pytest.raises(KeyboardInterrupt):
+        runner._execute(STAGE, {}, tmp_path, interrupts)
+    assert ran == (["all"] if seen_by == "no cell" else []) and (folder / "DONE.json").is_file()
+
+
 def test_stage_range_by_number_and_name():
     names = list(STAGES)
     assert runner.stage_range(None, None, None) == names

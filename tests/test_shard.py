@@ -25,7 +25,7 @@ def test_plain_h5py_reads_a_shard(tmp_path, records):
         start, stop = file["offsets"][2:4]
         sample_id = file["sample_id"][2].decode()
         aux = torch.from_numpy(file["aux"][start:stop]).view(torch.bfloat16)
-        assert file.attrs["codec"] == "bf16" and list(file.attrs["aux_layers"]) == [1, 2, 3]
+        assert file.attrs["codec"] == b"bf16" and list(file.attrs["aux_layers"]) == [1, 2, 3]
         assert file.attrs["final_is_post_norm"] and file["aux"].chunks is None
         assert file["input_ids"].dtype == "<i4" and file["aux"].dtype == "<u2"
     record = next(record for record in records if record.id == sample_id)

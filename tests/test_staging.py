@@ -44,6 +44,28 @@ def test_staging_gives_up_when_nobody_takes_dumps(tmp_path):
     assert "no dump was taken" in run.recorder.problem(second)
 
 
+def test_after_giving_up_once_it_waits_again_as_soon_as_the_reader_is_back(tmp_path):
+    size = slab_bytes(1)
+    staging = Staging(2 * size + 100, 2 * size + 100, pin=False, wait_seconds=0.2)
+
+    def dump(name):
+        slab = staging.acquire(1000)
+        staging.queued()
+        (tmp_path / name).touch()
+        staging.written(slab, str(tmp_path / name), size)
+
+    for name in "ab":
+        dump(name)
+    with pytest.raises(StagingFull, match="no dump was taken"):
+        dump("c")
+    for name in "ab":
+        (tmp_path / name).unlink()  # the reader is back
+    for name in "de":
+        dump(name)
+    threading.Timer(0.05, (tmp_path / "d").unlink).start()
+    dump("f")
+
+
 def test_a_dump_larger_than_staging_is_refused_at_once():
     with pytest.raises(StagingFull, match="does not fit into staging"):
         Staging(100_000, 100_000, pin=False).acquire(100_001)

@@ -53,8 +53,8 @@ def test_a_failed_probe_and_a_differing_output_stand_out(run_folder):
     write_json(run_folder / "05_evaluate_acceptance" / "metrics.json", evaluation | {"served": [served]})
     rows = dict(summary.result_rows(run_folder))
     assert rows["output equals plain greedy decoding"].startswith("not checked")
-    assert rows["  served, 3 · 1 · 4, 8 in flight"] == "accept length 1.44, 1.25× the speed"
-    assert rows["served acceptance is the offline one"] == "NO"
+    assert rows["served by SGLang, 3 · 1 · 4, 8 in flight"].startswith("accept length 1.44, 1.25× the tokens/s")
+    assert rows["served acceptance equals the offline one"] == "NO"
 
 
 def test_status_tells_running_from_stopped_by_the_process(tmp_path):

@@ -110,6 +110,22 @@ def test_rope_is_read_in_the_old_and_the_new_form(tmp_path):
     assert load_target(str(old)).rope == load_target(str(new)).rope
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20],
+                             "mrope_interleaved": True}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                             "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}},
+    ],
+    ids=["mrope", "mrope of transformers 5", "by kind of attention"],
+)  # fmt: skip
+def test_rope_is_that_of_text_and_of_full_attention(config, tmp_path):
+    rope = load_target(str(write_checkpoint(tmp_path / "m", config))).rope
+    assert rope == {"rope_type": "default", "rope_theta": 1e6}
+
+
 def test_fingerprint_changes_with_config_and_with_weights(tmp_path):
     folder = write_checkpoint(tmp_path / "m", {})
     first = load_target(str(folder)).fingerprint

@@ -12,6 +12,7 @@ from eagle3_utils.acceptance.speculate import load_reference_model, speculative_
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.draft.export import export_draft, load_draft
 from eagle3_utils.draft.train import train
+from eagle3_utils.draft.training.batch_runner import BatchRunner
 from eagle3_utils.draft.training.checkpoint import checkpoint_folders, newest_whole_checkpoint
 from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.errors import UserError
@@ -73,6 +74,39 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(cut_short, make_config
     assert all(torch.equal(first[name], second[name]) for name in first)
     a, b = (read_journal(folder_of(config), "train") for config in (whole, halves))
     assert [entry["loss"] for entry in a] == [entry["loss"] for entry in b]
+
+
+def test_a_stop_is_heeded_before_a_validation_and_after_the_last_one(make_config, monkeypatch):
+    """No validation keeps a checkpoint waiting; those left out are made up for."""
+    config = make_config(epochs=1.0, validate_every_steps=2, checkpoint_every_steps=2)
+    real, written = BatchRunner.validate, []
+    folder = folder_of(config)
+
+    def stop_at_two(**fields):
+        if fields["done"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    def stop_in_the_last_one(self, data, ranks, want_overlap=False):
+        written.append(checkpoint_folders(folder / "checkpoints")[-1].name)
+        if want_overlap:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, data, ranks, want_overlap)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, progress=stop_at_two)
+    assert checkpoint_folders(folder / "checkpoints")[-1].name == "step-000002"
+    assert read_journal(folder, "validation") == []
+    monkeypatch.setattr(BatchRunner, "validate", stop_in_the_last_one)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert written == ["step-000002", "step-000004", "step-000004"]
+    monkeypatch.setattr(BatchRunner, "validate", real)
+    _, report = train(config)  # nothing left but that validation: speed and waiting are of the steps before
+    assert [entry["step"] for entry in read_journal(folder, "validation")] == [2, 4]
+    last = read_journal(folder, "train")[-1]
+    assert report.steps == 4 and report.seconds > 0
+    assert report.tokens_per_second == pytest.approx(last["tokens_per_second"], abs=0.1)
+    assert report.wait_share == pytest.approx(last["wait_share"], abs=1e-4)
 
 
 def test_resume_with_other_parameters_is_refused_by_name(make_config):

@@ -107,10 +107,13 @@ def test_states_that_depend_on_where_a_prompt_is_cut_fail_invariance(fake, exami
         examined.invariance()
         return examined.gates[-1]
 
-    assert judge().passed and "nothing was cut into pieces" in judge().detail
+    assert judge().passed and "NOT TESTED in pieces: nothing was cut" in examined.gates[-1].measured
+    examined.server.handshake["chunked_prefill_size"] = 21  # extraction will cut the longest sample
+    assert not judge().passed
     fake.cut_rids = "full"
     gate = judge()
     assert gate.passed and "the longest sample cut 2 ways: [3, 19], [3, 18]" in gate.detail
+    assert "NOT TESTED" not in gate.measured
     fake.noise, fake.noisy_rids = 1.0, "full"
     assert not judge().passed
 

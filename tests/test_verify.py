@@ -1,4 +1,8 @@
+import json
 import os
+import random
+import shutil
+import signal
 import sqlite3
 
 import h5py
@@ -13,6 +17,8 @@ from eagle3_utils.states.shards.sample import encode_sample
 from eagle3_utils.states.shards.shard import write_shard
 from eagle3_utils.states.shards.verify import stores_under, verify_store
 from eagle3_utils.states.store import StoreWriter
+
+STATES = ("input_ids", "loss_mask", "final_rows", "aux", "final")
 
 
 @pytest.fixture
@@ -45,7 +51,7 @@ def put_in_place(folder, number, sample):
     path = folder / f"shard-{number:06d}.h5"
     size = write_shard(path, [encode_sample(sample, store_meta())], store_meta().attributes())
     with h5py.File(path) as file:
-        row = {"id": sample.id, "source": "x", "num_tokens": len(sample.input_ids), "row": 0, "num_bytes": 1}
+        row = {"id": sample.id, "source": sample.source, "num_tokens": len(sample.input_ids), "row": 0, "num_bytes": 1}
         row["checksum"] = int(file["checksum"][0])
 
     def enter(_seconds=0.0):
@@ -82,6 +88,7 @@ def test_a_ledger_that_says_something_else_than_the_shard_is_found_without_readi
         records[1].id: ("checksum = '0000000000000000'", "checksum differs from the ledger's"),
         records[3].id: ("num_tokens = num_tokens + 1", "length differs from the ledger's"),
         records[5].id: ("row = row + 1", "holds another sample"),
+        records[7].id: ("source = 'x'", "source differs from the ledger's"),
     }
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
         for sample_id, (change, _) in wrong.items():
@@ -120,6 +127,62 @@ def test_a_lost_shard_is_found_and_only_its_samples_come_again(tmp_path, records
         for record in missing:
             writer.add(sample_of(record))
     assert StoreReader(tmp_path).content_hash() == before and verify_store(tmp_path, deep=True).ok
+
+
+def test_a_byte_flipped_in_a_shards_header_or_index_is_named_and_mended_wherever_it_is(tmp_path, records):
+    """In a process of its own: HDF5 used to crash. Flipped padding is no damage: the store reads as before."""
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    fill(store, records[:12])
+    path, content, before = store / "shard-000000.h5", (store / "shard-000000.h5").read_bytes(), states_in(store)
+    with h5py.File(path) as file:
+        large = [range(file[name].id.get_offset(), file[name].id.get_offset() + file[name].nbytes) for name in STATES]
+        finals = file["final_offsets"].id.get_offset()
+    header = [place for place, byte in enumerate(content) if byte and not any(place in states for states in large)]
+    rng = random.Random(0)
+    places = [(finals + 8 * row + byte, bit) for row, byte, bit in ((0, 0, 0), (3, 0, 1), (5, 7, 7), (9, 6, 3))]
+    places += [(place, rng.randrange(8)) for place in rng.sample(header, 30)]
+
+    def outcome(place: int, bit: int) -> str:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        if verify_store(store, deep=True).ok:
+            return "padding" if states_in(store) == before else "not found"
+        shutil.copytree(store, copy, dirs_exist_ok=True)
+        report = verify_store(copy, deep=True, repair=True)
+        with Ledger(copy / "ledger.sqlite", read_only=True) as ledger:
+            pending = ledger.counts()["pending"]
+        mended = verify_store(copy, deep=True).ok and len(report.bad) == pending
+        shutil.rmtree(copy)
+        return "mended" if mended else "not mended"
+
+    outcomes = in_a_fork(lambda: {f"byte {place} bit {bit}": outcome(place, bit) for place, bit in places})
+    assert set(outcomes.values()) <= {"padding", "mended"}, outcomes
+    assert all(outcome == "mended" for outcome in list(outcomes.values())[:4])
+    assert list(outcomes.values()).count("mended") > 20
+
+
+def states_in(folder) -> list:
+    """Every stored byte of a store, with its ids and sources."""
+    reader = StoreReader(folder)
+    arrays = [{name: a.tobytes() for name, a in reader.stored(i).items()} for i in range(len(reader))]
+    return [reader.ids, reader.sources, arrays]
+
+
+def in_a_fork(work):
+    """What `work()` returns, as JSON; fails when the process crashes or hangs."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            signal.alarm(60)
+            with open(write, "w") as answer:
+                answer.write(json.dumps(work()))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(write)
+    with open(read) as answer:
+        result = answer.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return json.loads(result)
 
 
 def test_all_stores_of_a_run_are_found_from_any_folder_above_them(tmp_path, records):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3_utils.draft.vocab import build_draft_vocab, count_supervised_and_all, count_tokens, vocab_map_of
+from eagle3_utils.draft.vocab import build_draft_vocab, count_tokens, vocab_map_of
 from eagle3_utils.errors import UserError
 
 
@@ -49,12 +49,12 @@ def test_sizes_that_cannot_be_are_refused():
 
 
 def test_counts_are_of_supervised_tokens_after_the_first():
-    counts = count_tokens([([3, 3, 1, 2], [1, 1, 0, 1]), ([2, 2], [0, 1])], vocab_size=4)
+    counts, _ = count_tokens([([3, 3, 1, 2], [1, 1, 0, 1]), ([2, 2], [0, 1])], vocab_size=4)
     assert counts.tolist() == [0, 0, 2, 1]
 
 
 def test_all_counts_are_of_every_token():
-    supervised, everything = count_supervised_and_all([([3, 3, 1, 2], [1, 1, 0, 1]), ([2, 2], [0, 1])], vocab_size=4)
+    supervised, everything = count_tokens([([3, 3, 1, 2], [1, 1, 0, 1]), ([2, 2], [0, 1])], vocab_size=4)
     assert supervised.tolist() == [0, 0, 2, 1] and everything.tolist() == [0, 1, 3, 2]
 
 

@@ -121,8 +121,8 @@ def _row(first: ServedRun, second: ServedRun, found: list[Change], allowance: fl
     unexplained = [change for change in found if not change.is_close_call]
     judged = allowance is not None
     return {
-        "run": _name(second),
-        "compared with": _name(first),
+        "run": second.name,
+        "compared with": first.name,
         "answers": len(first.answers),
         "changed": len(found),
         "close calls": len(found) - len(unexplained) if judged else None,
@@ -132,7 +132,3 @@ def _row(first: ServedRun, second: ServedRun, found: list[Change], allowance: fl
         "rounding allows": allowance,
         "first unexplained": str(unexplained[0]) if judged and unexplained else "",
     }
-
-
-def _name(run: ServedRun) -> str:
-    return f"{run.draft}, {run.concurrency} in flight"

@@ -1,7 +1,7 @@
 """Stage 05 as a few calls: load what it needs, measure each way, and put the figures together.
 
-work = load(config, stage)
-samples = work.teacher_forced();  decoded = work.decode_held_out();  served_part = work.serve()
+work = Evaluation(config, stage)
+samples, decoded, served_part = work.teacher_forced(), work.decode_held_out(), work.serve()
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from eagle3_utils import runs
 from eagle3_utils.acceptance import changes, forward, heldout, offline, parity, served
@@ -30,14 +29,14 @@ from eagle3_utils.corpus.records import read_parquet
 from eagle3_utils.draft import card
 from eagle3_utils.draft.export import load_draft
 from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.training.build import draft_of_training
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS
 from eagle3_utils.draft.unrolling.teacher import Teacher
-from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
 from eagle3_utils.serving.launch.flags import resolve_device
 from eagle3_utils.states.dataset import PackedBatch
 from eagle3_utils.states.reader import StoreReader
-from eagle3_utils.target import Target, load_lm_head, load_target, load_tokenizer, stop_ids_of
+from eagle3_utils.target import Target, load_target, load_tokenizer, stop_ids_of
 
 
 @dataclass
@@ -67,7 +66,10 @@ class ServedPart:
 
 
 class Evaluation:
-    """What the stage works on: target, draft in float32, validation store, held-out prompts."""
+    """What the stage works on: target, draft in float32, validation store, held-out prompts.
+
+    Raises `UserError` when draft, store and target do not belong together.
+    """
 
     def __init__(self, config: EvaluateConfig, stage: runs.Stage):
         self.config, self.stage = config, stage
@@ -103,24 +105,17 @@ class Evaluation:
     @cached_property
     def teacher(self) -> Teacher:
         """The target's output head over the draft's vocabulary and the rest."""
-        head = load_lm_head(self.target).to(self.device, torch.float32)
-        return Teacher(head, self.draft.target_ids, self.target)
+        return Teacher.for_model(self.draft, self.target)
 
     def trained_draft(self) -> DraftModel:
-        """The draft as training left it, not as it was exported: weights, layers and RoPE of the training."""
+        """The draft as training left it, not as it was exported: weights, vocabulary and shape of the training."""
         weights = self.stage.data / "draft" / BEST_WEIGHTS
-        if not weights.is_file():
-            self.stage.log.warning("%s is not there: parity trusts the exported draft", weights)
+        done = runs.read_done(self.stage.run_folder, TrainConfig.stage)
+        if done is None or not weights.is_file():
+            self.stage.log.warning("no training, or no %s: parity trusts the exported draft", weights)
             return self.draft
-        layers = tuple(self.reader.meta.aux_layers)
-        done = runs.read_done(self.stage.run_folder, TrainConfig.stage) or {"config": {}}
-        rope = done["config"].get("rope") or self.target.rope
-        config = replace(self.draft.config, aux_layers=layers, rope=rope)
-        draft = DraftModel(
-            config, vocab_map_of(self.draft.target_ids.cpu(), config.vocab_size), self.draft.embed_tokens
-        )
-        draft.load_state_dict(load_file(weights))
-        return draft.place(self.device, torch.float32).eval()
+        config = TrainConfig.parse(done["config"] | {"model": self.config.model}, TrainConfig.stage)
+        return draft_of_training(config, self.stage.data).place(self.device, torch.float32)
 
     def prompts(self, per_source: int, max_new_tokens: int) -> list[Prompt]:
         """Held-out prompts that leave room for an answer."""
@@ -159,13 +154,13 @@ class Evaluation:
         """
         lines = []
         for item in decoded:
-            found = heldout.greedy_violations(self.model, item.prompt.input_ids, item.fast.output_ids)
+            found = heldout.greedy_violations(self.model, item.prompt.input_ids, item.speculative.output_ids)
             for index, below in found:
                 lines.append(f"{item.prompt.id}: token {index} is {below:.2g} below the best logit")
                 if below > changes.ROUNDING:
                     raise UserError("speculative output is not plain greedy's", item.prompt.id, lines[-1])
-            if not found and item.plain and item.plain.output_ids != item.fast.output_ids:
-                index = heldout.first_difference(item.plain.output_ids, item.fast.output_ids)
+            if not found and item.plain and item.plain.output_ids != item.speculative.output_ids:
+                index = heldout.first_difference(item.plain.output_ids, item.speculative.output_ids)
                 raise UserError(f"token {index} is not what plain decoding gives", item.prompt.id)
         return lines
 
@@ -252,8 +247,8 @@ class Evaluation:
         return card.write_card(self.draft_folder, self.stage.run_folder)
 
     def _packed(self, decoded: Sequence[DecodedPrompt], aux_layers: Sequence[int]) -> list[PackedBatch]:
-        longer = [item for item in decoded if len(item.fast.output_ids) > 1]
-        outputs = [item.fast.output_ids for item in longer]
+        longer = [item for item in decoded if len(item.speculative.output_ids) > 1]
+        outputs = [item.speculative.output_ids for item in longer]
         return forward.packed_samples(self.model, [item.prompt for item in longer], outputs, aux_layers)
 
     def _progress(self, part: str, total: int) -> Callable[[int], None]:
@@ -265,8 +260,3 @@ class Evaluation:
             self.stage.progress(done=done, total=total, unit=part, rate=rate, eta_seconds=eta_seconds, force=not done)
 
         return report
-
-
-def load(config: EvaluateConfig, stage: runs.Stage) -> Evaluation:
-    """Open everything the stage reads. Raises `UserError` when draft, store and target do not belong together."""
-    return Evaluation(config, stage)

@@ -56,7 +56,7 @@ def stage_metrics(
     if not found:
         step, origin = min(config.num_steps, config.num_offline_steps) - 1, "teacher-forced"
         found = {source: figures["accept_length"][step] for source, figures in teacher_forced.items()}
-    accepted = [item.fast.num_accepted for item in decoded]
+    accepted = [item.speculative.num_accepted for item in decoded]
     return {
         "accept_length": found[ALL].value,
         "accept_length_interval": to_json(found[ALL]),
@@ -75,9 +75,7 @@ def stage_metrics(
         "served": served_part.table(),
         "served_changes": list(served_changes),
         "served_accept_lengths": {
-            f"{run.draft}, {run.concurrency} in flight": to_json(served.accept_lengths(run))
-            for run in served_part.runs
-            if run.shape is not None
+            run.name: to_json(served.accept_lengths(run)) for run in served_part.runs if run.shape is not None
         },
         "parity": asdict(parity) | {"passed": parity.passed, "causes": parity.causes},
     }

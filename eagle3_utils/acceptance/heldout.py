@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from eagle3_utils.acceptance.intervals import (
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import Decoded, DraftState, plain_decode, speculative_decode
 from eagle3_utils.acceptance.tree import TreeShape, grow_tree
+from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.network import DraftCache, DraftModel
 from eagle3_utils.states.dataset import PackedBatch
 
@@ -41,7 +43,7 @@ class DecodedPrompt:
     """One prompt decoded with the draft, and plainly too when ``plain`` is there."""
 
     prompt: Prompt
-    fast: Decoded
+    speculative: Decoded
     plain: Decoded | None = None
 
 
@@ -68,9 +70,9 @@ def decode_prompts(
     def decode(item: tuple[Prompt, bool]) -> DecodedPrompt:
         prompt, plainly = item
         layers = draft.config.aux_layers
-        fast = speculative_decode(model, draft, prompt.input_ids, max_new_tokens, shape, layers, stop_ids)
+        speculative = speculative_decode(model, draft, prompt.input_ids, max_new_tokens, shape, layers, stop_ids)
         plain = plain_decode(model, prompt.input_ids, max_new_tokens, stop_ids) if plainly else None
-        return DecodedPrompt(prompt, fast, plain)
+        return DecodedPrompt(prompt, speculative, plain)
 
     return map_on_cores(decode, wanted, model.device, progress)
 
@@ -91,8 +93,9 @@ def map_on_cores(
     Decoding multiplies matrices of a few rows, where a second core does nothing but wait: two prompts side by side
     take 0.17 s per verification (SmolLM2-135M, two cores), one after the other on both cores 0.24 to 0.56.
     """
-    results, num_threads = [], torch.get_num_threads()
-    with ThreadPoolExecutor(num_threads if device.type == "cpu" else 1, initializer=_one_core(device)) as pool:
+    results, on_cpu = [], device.type == "cpu"
+    num_threads = torch.get_num_threads() if on_cpu else 1
+    with one_torch_thread() if on_cpu else nullcontext(), ThreadPoolExecutor(num_threads) as pool:
         try:
             for result in pool.map(function, items):
                 results.append(result)
@@ -100,12 +103,7 @@ def map_on_cores(
                     progress(len(results))
         finally:
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(num_threads)
     return results
-
-
-def _one_core(device: torch.device) -> Callable[[], None]:
-    return (lambda: torch.set_num_threads(1)) if device.type == "cpu" else (lambda: None)
 
 
 def accept_lengths(
@@ -117,9 +115,9 @@ def accept_lengths(
     """
     groups: dict[str, list[Decoded]] = {ALL: []}
     for item in decoded:
-        if item.fast.num_verifications:
-            groups[ALL].append(item.fast)
-            groups.setdefault(item.prompt.source, []).append(item.fast)
+        if item.speculative.num_verifications:
+            groups[ALL].append(item.speculative)
+            groups.setdefault(item.prompt.source, []).append(item.speculative)
     return {
         source: ratio_interval(
             [run.num_verified_tokens for run in group], [run.num_verifications for run in group], num_resamples, seed

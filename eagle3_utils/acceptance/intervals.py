@@ -31,6 +31,9 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+_KEYS = set(Interval.__dataclass_fields__)
+
+
 def bootstrap_sums(items_SC: np.ndarray, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> np.ndarray:
     """Sums over S items in row 0, then over S items drawn with replacement, R times: float64 [1 + R, C]."""
     num_items = len(items_SC)
@@ -65,3 +68,10 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     return [to_json(item) for item in value] if isinstance(value, list) else value
+
+
+def from_json(value: Any) -> Any:
+    """The inverse of `to_json`."""
+    if isinstance(value, dict):
+        return Interval(**value) if value.keys() == _KEYS else {key: from_json(item) for key, item in value.items()}
+    return [from_json(item) for item in value] if isinstance(value, list) else value

@@ -50,9 +50,8 @@ def one_by_one(reader: StoreReader, max_samples: int, seed: int = 0) -> Iterator
 
 def most_frequent_draft_id(draft: DraftModel, records: Iterable[Record]) -> int:
     """Draft id of the token the records supervise most often, the draft to beat; −1 when it has none."""
-    counts = count_tokens(((record.input_ids, record.loss_mask) for record in records), draft.config.vocab_size)
-    found = (draft.target_ids == int(counts.argmax())).nonzero()
-    return int(found[0]) if len(found) else -1
+    counts, _ = count_tokens(((record.input_ids, record.loss_mask) for record in records), draft.config.vocab_size)
+    return draft.draft_id_of(int(counts.argmax()))
 
 
 def count_samples(

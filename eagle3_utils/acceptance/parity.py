@@ -1,7 +1,7 @@
 """Is the served number the offline number? The same tokens through the PyTorch draft and through SGLang.
 
     report = compare(offline_accepted, served_accepted, num_steps=3, tolerance=0.02)
-    report = diagnose(report, draft, target, samples, shape, served_accepted)
+    report = diagnose(report, draft, target, batches_of, shape, served_accepted)
 
 The tokens that SGLang gave are replayed through the trained draft (`heldout.replay`), which begins its verifications
 where SGLang began its own; so acceptance by position must agree up to rounding. Two figures are compared:
@@ -206,10 +206,8 @@ def _with_rope(draft: DraftModel, rope: dict) -> DraftModel:
 
 
 def _absolute_d2t(broken: DraftModel) -> None:
-    ids = broken.d2t + torch.arange(len(broken.d2t), device=broken.d2t.device)
-    largest = len(broken.t2d) - 1
-    absolute = (ids + torch.arange(len(ids), device=ids.device)).clamp(max=largest)
-    broken.d2t.copy_(absolute - torch.arange(len(ids), device=ids.device))
+    draft_ids = broken.target_ids - broken.d2t
+    broken.d2t.copy_((broken.target_ids + draft_ids).clamp(max=len(broken.t2d) - 1) - draft_ids)
 
 
 def _forget_lm_head(broken: DraftModel) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_utils.corpus.reading.chat import ChatRenderer
-from eagle3_utils.corpus.reading.sources import read_file
-from eagle3_utils.errors import UserError
+from eagle3_utils.corpus.reading.sources import read_whole
+from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.runs import resolve_path
 
 PUBLIC_SETS: dict[str, dict[str, str]] = {
@@ -78,7 +78,8 @@ def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str, list[dict[str, str
     for path in paths:
         if not path.is_file():
             raise UserError("no such prompts file", str(path))
-        for number, record in _file_records(path):
+        for raw in read_whole(path):
+            record, number = raw.value, raw.line
             if record.get("split", "eval") == "eval":
                 messages = _messages(record, None, str(path))
                 yield str(record.get("id", f"{path.stem}-{number}")), record.get("source", path.stem), messages
@@ -109,15 +110,7 @@ def _records(spec: dict[str, Any], name: str | None) -> Iterator[dict[str, Any]]
         raise UserError("a prompt set needs a name and a path or hf", where, f"or one of {list(PUBLIC_SETS)}", 2)
     if not path.is_file():
         raise UserError("no such file", f"{where}: {path}", exit_code=2)
-    yield from (record for _, record in _file_records(path))
-
-
-def _file_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every record of a file with its line."""
-    for raw in read_file(path):
-        if raw.problem or not isinstance(raw.value, dict):
-            raise UserError(raw.problem or "not a JSON object", f"{path}:{raw.line}")
-        yield raw.line, raw.value
+    yield from (raw.value for raw in read_whole(path))
 
 
 def _hf_records(spec: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -126,8 +119,7 @@ def _hf_records(spec: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     try:
         yield from load_dataset(spec["hf"], spec.get("config"), split=spec.get("split", "test"), streaming=True)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot load {spec['hf']}: {reason}", where) from None
+        raise UserError(f"cannot load {spec['hf']}: {first_line(error)}", where) from None
 
 
 def humaneval_file() -> Path:

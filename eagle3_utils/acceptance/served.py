@@ -75,6 +75,10 @@ class ServedRun:
     answers: list[ServedAnswer]
 
     @property
+    def name(self) -> str:
+        return f"{self.draft}, {self.concurrency} in flight"
+
+    @property
     def tokens_per_second(self) -> float:
         return sum(answer.completion_tokens for answer in self.answers) / self.wall_seconds
 
@@ -133,7 +137,7 @@ def serve(
         for concurrency in config.served_concurrency:
             name = _name(shape)
             found.append(measure(client, prompts, config.served_max_new_tokens, concurrency, name, shape))
-            log(f"{name}, {concurrency} in flight: {found[-1].tokens_per_second:,.0f} tokens/s")
+            log(f"{found[-1].name}: {found[-1].tokens_per_second:,.0f} tokens/s")
             progress(len(found))
     return found
 

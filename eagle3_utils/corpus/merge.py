@@ -1,6 +1,6 @@
 """Many sources → one corpus: take in, weigh, shuffle, split, count, write.
 
-    report = merge(specs, settings, tokenizer, vocab_size, folder)
+    report = merge(specs, config, tokenizer, vocab_size, folder)
     # folder: train.parquet, val.parquet, corpus.json, rejected.jsonl
 
 Memory is flat in the size of the corpus but for an index of about 100 bytes a record (and about 5 kB more when near
@@ -10,7 +10,7 @@ duplicates are searched). The order of the records and the split depend on the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ import xxhash
 from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.dedupe import Decontaminator
 from eagle3_utils.corpus.reading.formats import Unusable, to_item
-from eagle3_utils.corpus.reading.intake import DUPLICATES, Intake, MergeSettings, SourceCount
-from eagle3_utils.corpus.reading.sources import SourceSpec, read_file
+from eagle3_utils.corpus.reading.intake import DUPLICATES, Intake, SourceCount
+from eagle3_utils.corpus.reading.sources import SourceSpec, read_whole
 from eagle3_utils.corpus.records import CorpusDigest, ParquetRecords
 from eagle3_utils.corpus.spool import RecordSpool
 from eagle3_utils.corpus.statistics import SPLITS, CorpusStatistics
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import hash_json, write_json
+from eagle3_utils.runs import config_values, hash_json, write_json
 
 # columns with a prompt: a text, a list of texts, or turns; looked for in this order
 _PROMPTS = ("messages", "conversations", "prompt", "question", "problem", "turns", "instruction", "query", "text")
@@ -41,15 +41,9 @@ class MergeReport:
     sources: list[SourceCount]
 
 
-def settings_from(config: MergeConfig) -> MergeSettings:
-    """The fields of stage 01's parameters that say how records are made and chosen."""
-    values = {field.name: getattr(config, field.name) for field in fields(MergeSettings)}
-    return MergeSettings(**values | {"supervised_share_bounds": tuple(config.supervised_share_bounds)})
-
-
 def merge(
     specs: list[SourceSpec],
-    settings: MergeSettings,
+    config: MergeConfig,
     tokenizer,
     vocab_size: int,
     folder: Path,
@@ -73,29 +67,29 @@ def merge(
     for split in SPLITS:
         (folder / f"{split}.parquet").unlink(missing_ok=True)
     (folder / "corpus.json").unlink(missing_ok=True)
-    evaluation = read_evaluation(evaluation_files, settings.decontaminate_ngram)
+    evaluation = read_evaluation(evaluation_files, config.decontaminate_ngram)
     if evaluation_files:
         log(f"kept apart from {evaluation.num_texts} evaluation prompts")
-    intake = Intake(settings, tokenizer, vocab_size, evaluation)
-    with RecordSpool(folder / "spool.tmp", settings.seed) as spool:
+    intake = Intake(config, tokenizer, vocab_size, evaluation)
+    with RecordSpool(folder / "spool.tmp", config.seed) as spool:
         with open(folder / "rejected.jsonl", "w") as rejected:
             for number, spec in enumerate(specs):
                 for record in intake.take(spec, rejected, log):
                     spool.append(record, number)
                 log(describe(intake.counts[-1]))
         for count in intake.counts:
-            check_rejections(count, settings.max_rejected_fraction, folder / "rejected.jsonl")
+            check_rejections(count, config.max_rejected_fraction, folder / "rejected.jsonl")
         chosen = spool.choose([(spec.weight, spec.max_samples) for spec in specs])
         if not len(chosen):
             raise UserError("the weights leave no record", "sources", exit_code=2)
         statistics = CorpusStatistics(vocab_size)
         digests = {}
-        train, val = spool.split(chosen, settings.val_fraction)
+        train, val = spool.split(chosen, config.val_fraction)
         train = spool.repeat(train, [spec.weight for spec in specs])
         for split, numbers in zip(SPLITS, (train, val), strict=True):
             digests[split] = _write_split(spool, numbers, split, folder, statistics)
-    check_supervised_share(statistics, settings, text_sources={spec.name for spec in specs if spec.format == "text"})
-    corpus = _describe_corpus(settings, statistics, digests, intake, tokenizer)
+    check_supervised_share(statistics, config, text_sources={spec.name for spec in specs if spec.format == "text"})
+    corpus = _describe_corpus(config, statistics, digests, intake, tokenizer)
     corpus["evaluation_prompts"] = evaluation.num_texts
     write_json(folder / "corpus.json", corpus)
     return MergeReport(corpus, statistics, intake.counts)
@@ -112,10 +106,8 @@ def read_evaluation(files: list[Path], ngram: int) -> Decontaminator:
         if not path.is_file():
             raise UserError("no such file", f"decontaminate_with: {path}", exit_code=2)
         before = decontaminator.num_texts
-        for raw in read_file(path):
+        for raw in read_whole(path):
             where = f"{raw.file}:{raw.line}"
-            if raw.problem or not isinstance(raw.value, dict):
-                raise UserError(raw.problem or "not a JSON object", where)
             if raw.value.get("split") == "train":
                 continue
             texts = _prompt_texts(raw.value, where)
@@ -167,9 +159,9 @@ def check_rejections(count: SourceCount, max_fraction: float, rejected: Path) ->
         )
 
 
-def check_supervised_share(statistics: CorpusStatistics, settings: MergeSettings, text_sources: set[str]) -> None:
+def check_supervised_share(statistics: CorpusStatistics, config: MergeConfig, text_sources: set[str]) -> None:
     """Stop when a source's masks are all ones, all zeros or of an absurd share (raw text may be all ones)."""
-    low, high = settings.supervised_share_bounds
+    low, high = config.supervised_share_bounds
     for source in statistics.sources:
         share = statistics.supervised(source).sum() / statistics.lengths(source).sum()
         if share < low or (share > high and source not in text_sources):
@@ -193,7 +185,7 @@ def _write_split(
 
 
 def _describe_corpus(
-    settings: MergeSettings, statistics: CorpusStatistics, digests: dict[str, str], intake: Intake, tokenizer
+    config: MergeConfig, statistics: CorpusStatistics, digests: dict[str, str], intake: Intake, tokenizer
 ) -> dict[str, Any]:
     identity = {"splits": digests, "tokenizer_hash": tokenizer_hash(tokenizer)}
     return {
@@ -201,7 +193,7 @@ def _describe_corpus(
         **identity,
         "template_hash": xxhash.xxh3_128_hexdigest(str(tokenizer.chat_template).encode()),
         "counts": statistics.split_counts(),
-        "max_seq_len": settings.max_seq_len,
+        "max_seq_len": config.max_seq_len,
         "longest": int(statistics.lengths().max()),
         "statistics": statistics.table(),
         "duplicates": {kind: sum(count.dropped[kind] for count in intake.counts) for kind in DUPLICATES},
@@ -210,7 +202,7 @@ def _describe_corpus(
         "draft_vocab_coverage_by_source": statistics.coverage_by_source("val"),
         "most_frequent_tokens": statistics.most_frequent_tokens(tokenizer),
         "sources": [count.to_json() for count in intake.counts],
-        "settings": asdict(settings),
+        "settings": config_values(config),
     }
 
 

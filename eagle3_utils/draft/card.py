@@ -94,16 +94,23 @@ def _measured_rows(metrics: dict[str, dict]) -> list[tuple[str, str]]:
             f"{' · '.join(map(str, evaluation['shape']))})",
             f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]; {by_source}",
         ))  # fmt: skip
-        for row in evaluation.get("served") or []:
-            if "counted" in row:
-                speed_up = f", {row['speed-up']:.2f}× the tokens/s of the target alone" if row.get("speed-up") else ""
-                label = f"served by SGLang, {row['draft']}, {row['concurrency']} in flight"
-                rows.append((label, f"accept length {row['counted']:.2f}{speed_up}"))
-        passed = (evaluation.get("parity") or {}).get("passed")
-        if passed is not None:
-            rows.append(("served acceptance equals the offline one", "yes" if passed else "NO"))
+        rows += served_rows(evaluation)
     if rows:
         rows.append(("", "Accept length counts the bonus token; 1.0: nothing drafted is accepted. Intervals: 95 %."))
+    return rows
+
+
+def served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Accept length and speed-up of every draft shape SGLang served, and whether they are the offline ones."""
+    rows = []
+    for row in evaluation.get("served") or []:
+        if "counted" in row:
+            speed_up = f", {row['speed-up']:.2f}× the tokens/s of the target alone" if row.get("speed-up") else ""
+            label = f"served by SGLang, {row['draft']}, {row['concurrency']} in flight"
+            rows.append((label, f"accept length {row['counted']:.2f}{speed_up}"))
+    passed = (evaluation.get("parity") or {}).get("passed")
+    if passed is not None:
+        rows.append(("served acceptance equals the offline one", "yes" if passed else "NO"))
     return rows
 
 

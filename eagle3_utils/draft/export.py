@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import VocabMap
-from eagle3_utils.errors import UserError
+from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.runs import replaced_folder
-from eagle3_utils.target import Target, load_embed_tokens
+from eagle3_utils.target import Target, load_embed_tokens, rope_parameters
 
+_AGAIN = "download or export it again"
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -87,15 +90,37 @@ def export_draft(model: DraftModel, target: Target, folder: Path, dtype: torch.d
 
 
 def read_draft_config(folder: Path) -> dict[str, Any]:
-    """A draft folder's config.json. Raises `UserError` when it is missing or no EAGLE-3 draft's."""
+    """A draft folder's config.json. Raises `UserError` when it is missing, damaged or no EAGLE-3 draft's."""
+    values = read_any_config(folder)
+    if (values.get("architectures") or ["?"])[0] not in ARCHITECTURES.values():
+        known = " or ".join(ARCHITECTURES.values())
+        raise UserError(f"architecture {values.get('architectures')} is not {known}", f"{folder}/config.json")
+    return values
+
+
+def read_any_config(folder: Path) -> dict[str, Any]:
+    """A config.json of whatever kind. Raises `UserError` when it is missing or damaged."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError("no config.json: not a draft folder", str(folder), "a run's draft is data/draft/export in it")
-    values = json.loads(path.read_text())
-    if (values.get("architectures") or ["?"])[0] not in ARCHITECTURES.values():
-        known = " or ".join(ARCHITECTURES.values())
-        raise UserError(f"architecture {values.get('architectures')} is not {known}", str(path))
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"damaged: {error}", str(path), _AGAIN) from None
+    if not isinstance(values, dict):
+        raise UserError("damaged: no JSON object", str(path), _AGAIN)
     return values
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a *.safetensors, or of a *.bin (nothing but tensors is unpickled). Raises `UserError` when the
+    file is missing or damaged."""
+    try:
+        if path.suffix == ".bin":
+            return torch.load(path, map_location="cpu", weights_only=True)
+        return load_file(path)
+    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise UserError(f"missing or damaged: {first_line(error)}", str(path), _AGAIN) from None
 
 
 def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
@@ -113,9 +138,6 @@ def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
         "head_dim": shape["hidden_size"] // shape["num_heads"],
         "draft_vocab_size": shape["vocab_size"],
     } | shape
-    scaling = dict(values.get("rope_scaling") or {})
-    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))  # older configs say "type"
-    rope = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10000.0)} | scaling
     ids = (values.get("eagle_config") or {}).get(LAYER_IDS)
     if not ids:
         raise UserError(f"config.json has no eagle_config.{LAYER_IDS}")
@@ -123,7 +145,11 @@ def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
         raise UserError(f"config.json has no {missing[0]}")
     widths = {name: values[name] for name in MLA_WIDTHS} if layer_kind == "mla" else {}
     return DraftConfig(
-        **shape, rope=rope, aux_layers=tuple(aux_layers_of(target, ids)), layer_kind=layer_kind, **widths
+        **shape,
+        rope=rope_parameters(values),
+        aux_layers=tuple(aux_layers_of(target, ids)),
+        layer_kind=layer_kind,
+        **widths,
     )
 
 
@@ -138,7 +164,7 @@ def load_draft(
     config = draft_config_of(values, target)
     tensors = {
         name.replace("layers.0.", "midlayer."): tensor
-        for name, tensor in load_file(Path(folder) / "model.safetensors").items()
+        for name, tensor in load_tensors(Path(folder) / "model.safetensors").items()
         if name != "embed_tokens.weight"
     }
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:

@@ -12,15 +12,13 @@ Sources: sglang/srt/models/llama_eagle3.py; the config classes of speculators an
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS
+from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS, load_tensors, read_any_config
 from eagle3_utils.errors import UserError
 
 LLAMA = ARCHITECTURES["llama"]
@@ -49,12 +47,9 @@ class DraftFiles:
 
 
 def read_draft_files(folder: Path) -> DraftFiles:
-    """Read and recognise a draft folder. Raises `UserError` when it is no EAGLE draft of any known layout."""
+    """Read and recognise a draft folder. Raises `UserError` when it is damaged, or no EAGLE draft of a known layout."""
     folder = Path(folder)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError("no config.json: not a draft folder", str(folder), "a run's draft is data/draft/export in it")
-    values, tensors = json.loads(path.read_text()), _load_tensors(folder)
+    values, tensors = read_any_config(folder), _load_tensors(folder)
     names = {_sglang_name(name) for name in tensors}
     if "transformer_layer_config" in values or "speculators_model_type" in values:
         return _speculators(values, tensors)
@@ -70,7 +65,7 @@ def read_draft_files(folder: Path) -> DraftFiles:
         problem = "an EAGLE-1/2 draft (it has no lm_head of its own): serve it with --speculative-algorithm EAGLE"
         return DraftFiles("eagle1 (EAGLE-1/2)", values, tensors, problems=[problem])
     known = " or ".join(ARCHITECTURES.values())
-    raise UserError(f"architecture {architecture} is not {known}", str(path))
+    raise UserError(f"architecture {architecture} is not {known}", str(folder / "config.json"))
 
 
 def _sglang(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFiles:
@@ -113,11 +108,11 @@ def _sglang_name(name: str) -> str:
 
 
 def _load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of *.safetensors, else of *.bin (read without unpickling anything but tensors)."""
+    """All tensors of *.safetensors, else of *.bin."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
+        tensors |= load_tensors(path)
     if not tensors:
         for path in sorted(folder.glob("*.bin")):
-            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+            tensors |= load_tensors(path)
     return tensors

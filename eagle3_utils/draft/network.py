@@ -120,6 +120,11 @@ class DraftModel(nn.Module):
         """Target id of every draft id, int64 [D]."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def draft_id_of(self, token_id: int) -> int:
+        """Draft id of a target token; -1 when it has none."""
+        found = (self.target_ids == token_id).nonzero()
+        return int(found[0]) if len(found) else -1
+
     def project(self, aux: torch.Tensor) -> torch.Tensor:
         """Fuse target states: aux [T, L, H] or [T, L·H] -> h [T, H]."""
         aux = aux.flatten(1).to(self.fc.weight.dtype)

@@ -5,7 +5,8 @@
 
 One optimiser step takes `batches_per_step` packed batches, shared out over the ranks. The loss of step i of the
 unroll is divided by the supervised positions of the *whole* optimiser step, so ranks and accumulation change nothing
-but rounding. SIGTERM and SIGINT end the step at hand, write a checkpoint and stop.
+but rounding. SIGTERM and SIGINT end the step at hand, write a checkpoint and stop; torchrun kills ranks that take more
+than 30 s for it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ REPORT = "report.json"
 @dataclass
 class TrainReport:
     """What came of it. validation: `StepCounts.summary()` of the best weights, `baseline` in it; seconds of training
-    in this process; wait_share: part of them spent waiting for data."""
+    steps, interrupted runs counted in; wait_share: part of them spent waiting for data."""
 
     steps: int
     tokens: int
@@ -126,34 +127,42 @@ class Trainer:
         self.runner = BatchRunner(self.model, teacher, config, int(counts.argmax()))
         train_data.prepare = self.val_data.prepare = self.runner.prepare
         self.nonfinite_in_a_row = 0
-        self.seconds = self.waited = 0.0
-        self.steps_here = 0
 
     def run(self, stop: StopRequest) -> tuple[DraftModel, TrainReport]:
         """Loop over optimiser steps; see `train`."""
-        config, total = self.config, self.schedule.total_steps()
-        started_tokens = self.position.tokens
+        config, position, total = self.config, self.position, self.schedule.total_steps()
         journal = Journal(self.folder, Path(config.run_dir).name) if self.ranks.is_first else None
         try:
-            for batches, waited in self.schedule.steps(self.position, total):
+            if position.step and self._is_due(config.validate_every_steps, total):  # checkpoints are written before it
+                self._validate(journal)
+            for batches, waited in self.schedule.steps(position, total):
                 began = time.perf_counter()
                 entry = self._optimise(batches, total)
-                self.seconds += waited + time.perf_counter() - began
-                self.waited += waited
-                self._tell(journal, entry, total, started_tokens)
-                last = self.position.step == total
-                if last or self.position.step % config.validate_every_steps == 0:
-                    self._validate(journal)
-                stopping = self.ranks.sum(torch.tensor(float(stop.requested))) > 0
-                if last or stopping or self.position.step % config.checkpoint_every_steps == 0:
+                position.seconds += waited + time.perf_counter() - began
+                position.waited += waited
+                self._tell(journal, entry, total)
+                stopping = self._is_stopping(stop)
+                if stopping or self._is_due(config.checkpoint_every_steps, total):
                     self._save()
                 if stopping:
-                    self.log.info("stopped by a signal at step %d of %d; run it again", self.position.step, total)
+                    self.log.info("stopped by a signal at step %d of %d; run it again", position.step, total)
                     raise KeyboardInterrupt
-            return self._finish(journal, started_tokens)
+                if self._is_due(config.validate_every_steps, total):
+                    self._validate(journal)
+            result = self._finish(journal)
+            if self._is_stopping(stop):
+                raise KeyboardInterrupt
+            return result
         finally:
             if journal is not None:
                 journal.close()
+
+    def _is_due(self, every_steps: int, total: int) -> bool:
+        return self.position.step == total or self.position.step % every_steps == 0
+
+    def _is_stopping(self, stop: StopRequest) -> bool:
+        """Whether a signal reached any rank."""
+        return bool(self.ranks.sum(torch.tensor(float(stop.requested))) > 0)
 
     def _optimise(self, batches: list[PlannedBatch], total: int) -> dict:
         """One optimiser step over this rank's batches."""
@@ -211,20 +220,20 @@ class Trainer:
                 self.position.step, accuracy, figures["baseline"][0], figures["accept_length"],
             )  # fmt: skip
 
-    def _finish(self, journal: Journal | None, started_tokens: int) -> tuple[DraftModel, TrainReport]:
+    def _finish(self, journal: Journal | None) -> tuple[DraftModel, TrainReport]:
         """The best weights, validated once more with overlap."""
         if self.position.best_step >= 0:
             load_weights(self.folder / BEST_WEIGHTS, self.model)
         figures = self.runner.validate(self.val_data, self.ranks, want_overlap=True).summary()
         if journal is not None:
             journal.write("best", self.position.best_step, **figures)
-        tokens = self.position.tokens - started_tokens
+        tokens, seconds = self.position.tokens, self.position.seconds  # none in a checkpoint of an older version
         report = TrainReport(
             steps=self.position.step,
-            tokens=self.position.tokens,
-            seconds=round(self.seconds, 1),
-            tokens_per_second=round(tokens / self.seconds, 1) if self.seconds else 0.0,
-            wait_share=round(self.waited / self.seconds, 4) if self.seconds else 0.0,
+            tokens=tokens,
+            seconds=round(seconds, 1),
+            tokens_per_second=round(tokens / seconds, 1) if seconds else 0.0,
+            wait_share=round(self.position.waited / seconds, 4) if seconds else 0.0,
             best_step=self.position.best_step,
             validation=figures,
         )
@@ -232,19 +241,19 @@ class Trainer:
             write_json(self.folder / REPORT, asdict(report))
         return self.model, report
 
-    def _tell(self, journal: Journal | None, entry: dict, total: int, started_tokens: int) -> None:
+    def _tell(self, journal: Journal | None, entry: dict, total: int) -> None:
         """Progress and one journal entry of the step just taken."""
         if journal is None:
             return
-        rate = (self.position.tokens - started_tokens) / self.seconds
-        self.steps_here += 1
-        left = (total - self.position.step) * self.seconds / self.steps_here
+        seconds = self.position.seconds
+        rate = self.position.tokens / seconds
+        left = (total - self.position.step) * seconds / self.position.step
         self.progress(
             done=self.position.step, total=total, unit="steps", rate=round(rate, 1), rate_unit="tokens/s",
             eta_seconds=round(left), loss=round(entry["loss"], 4),
         )  # fmt: skip
         journal.write(
-            "train", self.position.step, **entry, tokens_per_second=rate, wait_share=self.waited / self.seconds,
+            "train", self.position.step, **entry, tokens_per_second=rate, wait_share=self.position.waited / seconds,
             total_steps=total, eta_seconds=round(left),
         )  # fmt: skip
 

@@ -23,21 +23,9 @@ from eagle3_utils.draft.metrics import StepCounts, chain_counts
 from eagle3_utils.draft.modules.fused import halves, linear, normed_linears
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention
-from eagle3_utils.draft.unrolling.loss import LossJob, chunked_loss
+from eagle3_utils.draft.unrolling.loss import LossJob, UnrollOptions, chunked_loss
 from eagle3_utils.draft.unrolling.plan import UnrollPlan
 from eagle3_utils.draft.unrolling.teacher import Teacher
-
-
-@dataclass(frozen=True)
-class UnrollOptions:
-    """step_weights: one per step, S of them. loss: see loss.py. want_overlap costs the whole target head."""
-
-    step_weights: tuple[float, ...]
-    loss: str = "soft"
-    want_overlap: bool = False
-    baseline_id: int = -1
-    chunk_bytes: int = 48 << 20
-    head_gradient_at_once: bool = False  # see LossJob
 
 
 @dataclass
@@ -141,12 +129,8 @@ def training_time_test(
         final=batch.final[plan.teacher_rows],
         pair_index=plan.pair_index,
         step_scale=to_device(scale.float(), hidden.device),
-        kind=options.loss,
         covered=None if covered is None else covered[plan.teacher_rows],
-        baseline_id=options.baseline_id,
-        want_overlap=options.want_overlap,
-        chunk_bytes=options.chunk_bytes,
-        head_gradient_at_once=options.head_gradient_at_once,
+        options=options,
     )
     loss, details = chunked_loss(hidden, model.lm_head.weight, job)
     del hidden  # as large as a step's states, and done with

@@ -24,18 +24,13 @@ class VocabMap:
     target_ids: torch.Tensor
 
 
-def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> np.ndarray:
-    """How often each token is one the model must predict.
-
-    samples: (input_ids, loss_mask) per sample; the first token of a sample is never predicted. Returns int64 [V].
-    """
-    return count_supervised_and_all(samples, vocab_size)[0]
-
-
-def count_supervised_and_all(
+def count_tokens(
     samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How often each token must be predicted, as `count_tokens`, and how often it stands anywhere: two int64 [V]."""
+    """How often each token is one the model must predict, and how often it stands anywhere: two int64 [V].
+
+    samples: (input_ids, loss_mask) per sample; the first token of a sample is never predicted.
+    """
     supervised, everything = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
     for input_ids, loss_mask in samples:
         ids, mask = np.asarray(input_ids, np.int64), np.asarray(loss_mask).astype(bool)

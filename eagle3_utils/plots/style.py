@@ -23,7 +23,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo")
 LINES = ("-", "--", "-.", ":")
 SEQUENTIAL = "viridis"  # prints from dark to light
-DIVERGING = "RdBu_r"
 GREY = "#666666"
 TEXT_SIZE = 9
 DOTS_PER_INCH = 110  # on screen; files hold twice as many, for print
@@ -47,8 +46,6 @@ def figure(
     columns: int = 1,
     width: float | None = None,
     height: float | None = None,
-    sharex: bool = False,
-    sharey: bool = False,
 ) -> tuple[Figure, Axes | np.ndarray]:
     """An empty figure in the house style; ``x`` and ``y`` label every axis (give the unit).
 
@@ -60,7 +57,7 @@ def figure(
     height = height or (3.4 if panels == 1 else 3.0 * rows)
     fig = NotebookFigure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(fig)
-    grid = fig.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False)
+    grid = fig.subplots(rows, columns, squeeze=False)
     for ax in grid.flat:
         _dress(ax, x, y)
     if title and panels == 1:

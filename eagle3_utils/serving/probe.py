@@ -1,6 +1,6 @@
 """The gate between serving and extraction: real requests, real dumps, and figures that say whether they are right.
 
-    report = run_probe(server, target, config, records)     # notebook 02
+    report = probe_servers(servers, target, config, records)  # notebook 02
     require_probe(config, target, server, longest=8192)     # stage 03: refuses without a passing probe like this server
 
 Every gate has a name, a measured figure, a threshold and a verdict. `probe.json` holds them, the fingerprint of model,
@@ -26,8 +26,9 @@ from eagle3_utils.target import Target
 PROBE_STAGE = ProbeConfig.stage
 _FINGERPRINT_KEYS = (
     "capture_hash", "sglang_version", "model_class", "boundaries", "num_layers", "hidden_size", "dtype", "model_dtype",
-    "device", "quantization", "kv_cache_dtype", "attention_backend", "chunked_prefill_size", "method", "ranks",
+    "device", "quantization", "kv_cache_dtype", "attention_backend", "chunked_prefill_size", "method",
 )  # fmt: skip
+_RANK_KEYS = ("tp", "attn_tp")  # how sums are split; how many copies write changes no number
 
 
 @dataclass
@@ -45,7 +46,7 @@ class ProbeReport:
     def passed(self) -> bool:
         return all(gate.passed for gate in self.gates)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"passed": self.passed, "gates": [asdict(gate) | {"verdict": gate.verdict} for gate in self.gates]} | {
             "layers": self.layers, "fingerprint": self.fingerprint, "pilot": self.pilot, "longest": self.longest,
             "layer_cosines": self.layer_cosines,
@@ -124,6 +125,7 @@ def probe_servers(
 def fingerprint(target: Target, server: RunningServer) -> dict[str, Any]:
     """What makes two servers' dumps interchangeable: target, layers, versions, settings; with a digest over it all."""
     facts = {name: server.handshake[name] for name in _FINGERPRINT_KEYS} | {"target": target.fingerprint}
+    facts["ranks"] = {name: server.handshake["ranks"][name] for name in _RANK_KEYS}
     return facts | {"digest": hash_json(facts)}
 
 
@@ -171,5 +173,5 @@ def probe_path(config: StageConfig) -> Path:
 
 def write_probe(config: StageConfig, report: ProbeReport) -> Path:
     """Save the report as the run's `probe.json`, atomically."""
-    write_json(probe_path(config), report.as_json())
+    write_json(probe_path(config), report.to_json())
     return probe_path(config)

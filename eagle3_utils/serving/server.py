@@ -17,7 +17,6 @@ import logging
 import os
 import secrets
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -90,7 +89,7 @@ class Server(RunningServer):
     ):
         self.options, self.target, self.capture = options, target, capture
         self.log_path, self.run_folder, self.extra_args = Path(log_path), Path(run_folder), list(extra_args)
-        self.python = options.server_python or sys.executable
+        self.python = checks.interpreter_path(options.server_python)
         self.nonce = secrets.token_hex(8)
         self.ready_seconds = 0.0
         self.command: list[str] = []
@@ -120,7 +119,8 @@ class Server(RunningServer):
             logger.warning("stopped a server that a dead run of this folder left behind: %s; %s", orphan, kept)
         weight_bytes = checks.check_model(self.target.path)
         device = flags.resolve_device(self.options)
-        checks.check_memory(weight_bytes, device, checks.num_gpus_of(self.options))
+        num_gpus = checks.num_gpus_of(self.options)
+        checks.check_memory(weight_bytes, device, num_gpus, num_copies=num_gpus // self.options.tp_size)
         self._gpus_before = gpus.usage() if device == "cuda" else gpus.Usage([], {})
         environment = self._prepare_environment(device)
         port = checks.check_port(self.options.port, flags.attention_data_parallel(self.options))

@@ -9,7 +9,6 @@ exactly the samples that are missing.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import try_lock
 from eagle3_utils.states.extraction.connection import Connection, ServerBrokeOff, ServerUnreachable, generate_body
 from eagle3_utils.states.extraction.dump import BadDump, file_name_of, share_staging, staged_sample, sweep, wait_for
 from eagle3_utils.states.extraction.pool import Pool, Task, Worker, in_buckets
@@ -198,18 +198,18 @@ class _Run:
         except (ServerUnreachable, ServerBrokeOff) as error:
             path.unlink(missing_ok=True)
             given_up = self.pool.server_failed(worker, task, blame_sample=isinstance(error, ServerBrokeOff))
-            self._count_failure(task, str(error), given_up)
+            self._count_failure(worker, task, str(error), given_up)
             return
         except TimeoutError:
             path.unlink(missing_ok=True)
             given_up = self.pool.timed_out(worker, task, asked_at)
-            self._count_failure(task, f"no answer within {self.config.request_timeout_seconds:.0f} s", given_up)
+            self._count_failure(worker, task, f"no answer within {self.config.request_timeout_seconds:.0f} s", given_up)
             return
         except BadDump as error:
             path.unlink(missing_ok=True)
-            self._count_failure(task, str(error), self.pool.sample_failed(worker, task))
+            self._count_failure(worker, task, str(error), self.pool.sample_failed(worker, task))
             return
-        settle = partial(self._settle, task)
+        settle = partial(self._settle, worker, task)
         sample = staged_sample(path, held_bytes, task.record, rid, self.writer.meta, worker.nonce, settle)
         with self._counting:
             self.report.num_samples += 1
@@ -218,25 +218,25 @@ class _Run:
         self.writer.add_staged(sample)
         self.pool.arrived(worker, task)
 
-    def _settle(self, task: Task, problem: str | None) -> None:
+    def _settle(self, worker: Worker, task: Task, problem: str | None) -> None:
         """What became of a sample that had arrived: stored, or no good."""
         if problem is None:
             self._failed_in_a_row["dumps"] = 0
-            self.pool.stored(task)
+            self.pool.stored(worker, task)
             return
         with self._counting:
             self.report.num_samples -= 1
             self.report.num_tokens -= task.num_tokens
-        self._count_failure(task, problem, self.pool.rejected(task), "dumps")
+        self._count_failure(worker, task, problem, self.pool.rejected(worker, task), "dumps")
 
     def _ask(self, task: Task, connection: Connection, rid: str) -> None:
         status, content = connection.post("/generate", generate_body(rid, task.record.input_ids))
         if status != 200:
             raise BadDump(f"HTTP {status}: {' '.join(content.decode(errors='replace').split())[:300]}")
 
-    def _count_failure(self, task: Task, reason: str, given_up: bool, what: str = "answers") -> None:
+    def _count_failure(self, worker: Worker, task: Task, reason: str, given_up: bool, what: str = "answers") -> None:
         with self._counting:
-            self._failed_in_a_row[what] += 1
+            self._failed_in_a_row[what] += not worker.dead  # what a dead server had in work says nothing of the others
             self.report.num_retries += not given_up
             if given_up:
                 self.report.failures[task.record.id] = reason
@@ -280,9 +280,7 @@ def _attach(server, stack: ExitStack) -> Worker:
         raise UserError("the server's dump folder does not exist", str(dump_dir))
     folder = os.open(dump_dir, os.O_RDONLY)
     stack.callback(os.close, folder)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError("another extraction uses this dump folder", str(dump_dir), "stop it first") from None
+    if not try_lock(folder):
+        raise UserError("another extraction uses this dump folder", str(dump_dir), "stop it first")
     handshake = getattr(server, "handshake", None) or {}
     return Worker(server.url.rstrip("/"), dump_dir, handshake.get("nonce"))

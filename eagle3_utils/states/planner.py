@@ -8,7 +8,6 @@ Legend: T tokens, L auxiliary layers, H hidden.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,8 @@ import psutil
 from eagle3_utils.config import ExtractConfig, read_parameters, stage_parameters
 from eagle3_utils.corpus.records import read_parquet
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import data_folder, resolve_path
+from eagle3_utils.runs import data_folder, read_json, resolve_path
+from eagle3_utils.serving.probe import probe_path
 from eagle3_utils.states.shards.builders import processes_for
 from eagle3_utils.states.sizes import (
     STAGING_SHARES,
@@ -233,8 +233,7 @@ def _hidden_size(config: ExtractConfig) -> int:
 
 
 def _pilot_rate(config: ExtractConfig) -> tuple[float, float] | None:
-    path = resolve_path(config.run_dir) / "02_patch_and_probe" / "probe.json"
-    pilot = json.loads(path.read_text()).get("pilot") if path.is_file() else None
+    pilot = (read_json(probe_path(config)) or {}).get("pilot")
     if not pilot or not pilot.get("tokens_per_second"):
         return None
     mean = pilot["tokens_per_second"]

@@ -18,7 +18,7 @@ from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import Sample, read_meta
 
-MAX_OPEN_SHARDS = 128  # each open shard holds three file descriptors
+MAX_OPEN_SHARDS = 128  # each holds three file descriptors; of the others only the headers are kept
 
 
 class StoreReader:
@@ -50,7 +50,8 @@ class StoreReader:
         self.checksums = [entry[6] for entry in entries]
         self.num_bytes = sum(entry[7] for entry in entries)
         self._places = [(entry[0], entry[4], entry[5]) for entry in entries]
-        self._shards: OrderedDict[tuple[int, int], Shard] = OrderedDict()
+        self._shards: dict[tuple[int, int], Shard] = {}
+        self._open_shards: OrderedDict[tuple[int, int], None] = OrderedDict()  # the one used last at the end
 
     @classmethod
     def of_split(cls, split: str, data: Path, more_data: Iterable[str] = ()) -> StoreReader:
@@ -117,6 +118,10 @@ class StoreReader:
         if done != len(final):
             raise ValueError(f"{self.ids[index]}: {len(final)} final states wanted, {done} are stored")
 
+    def in_stored_order(self) -> list[int]:
+        """Indices in the order of the shards' rows: a pass over everything opens each shard once."""
+        return sorted(range(len(self)), key=self._places.__getitem__)
+
     def content_hash(self) -> str:
         """xxh3 over the sorted (id, checksum) pairs: the same states give the same hash in any shard layout."""
         digest = xxhash.xxh3_64()
@@ -125,19 +130,20 @@ class StoreReader:
         return digest.hexdigest()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_shards": OrderedDict()}
+        return self.__dict__ | {"_shards": {}, "_open_shards": OrderedDict()}
 
     def _open(self, store: int, number: int) -> Shard:
-        key = (store, number)
-        if key not in self._shards:
-            folder = self.folders[store]
-            try:
+        key, folder = (store, number), self.folders[store]
+        try:
+            if key not in self._shards:
                 self._shards[key] = Shard(folder / shard_name(number))
-            except DamagedShard as error:
-                raise UserError(str(error), str(folder), f"eagle3 verify {folder} --repair, then stage 03") from error
-            if len(self._shards) > MAX_OPEN_SHARDS:
-                self._shards.popitem(last=False)
-        self._shards.move_to_end(key)
+            self._shards[key].open()
+        except DamagedShard as error:
+            raise UserError(str(error), str(folder), f"eagle3 verify {folder} --repair, then stage 03") from error
+        self._open_shards[key] = None
+        self._open_shards.move_to_end(key)
+        if len(self._open_shards) > MAX_OPEN_SHARDS:
+            self._shards[self._open_shards.popitem(last=False)[0]].release()
         return self._shards[key]
 
     def _check_same_states(self, meta, folder: Path) -> None:

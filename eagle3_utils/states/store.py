@@ -12,7 +12,6 @@ ledger, so a kill at any moment loses nothing that was reported as stored and do
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import threading
@@ -24,11 +23,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import sync, try_lock, write_json
 from eagle3_utils.states.shards.builders import BuilderProcesses, build_shard, remove_files
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.recover import recover, shards_on_disk
 from eagle3_utils.states.shards.sample import Sample, StagedSample, StoreMeta
-from eagle3_utils.states.shards.shard import FORMAT, VERSION, shard_name, sync_folder
+from eagle3_utils.states.shards.shard import FORMAT, VERSION, shard_name
 
 _NUM_THREADS = 2  # shards built at a time without processes: one file takes one `pwrite` at a time, about 2 GB/s
 
@@ -232,13 +232,8 @@ def check_or_write_meta(folder: Path, meta: StoreMeta) -> None:
                     "use another run_dir, or remove the old states: eagle3 clean RUN --states",
                 )
         return
-    temporary = path.with_suffix(".json.tmp")
-    with open(temporary, "w") as file:
-        json.dump({"format": FORMAT, "version": VERSION, **asdict(meta)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-    sync_folder(folder)
+    write_json(path, {"format": FORMAT, "version": VERSION, **asdict(meta)})
+    sync(folder)
 
 
 def read_meta(folder: Path) -> StoreMeta:
@@ -255,9 +250,7 @@ def read_meta(folder: Path) -> StoreMeta:
 def _lock(folder: Path) -> int:
     """Hold the folder for this process; the kernel lets go when the process ends, however it ends."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         os.close(descriptor)
-        raise UserError("another process is writing to this store", str(folder), "wait for it or stop it") from None
+        raise UserError("another process is writing to this store", str(folder), "wait for it or stop it")
     return descriptor

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_utils.corpus.generation.endpoints import Sampling
-from eagle3_utils.corpus.reading.sources import read_file
+from eagle3_utils.corpus.reading.sources import read_file, read_whole
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import write_json
 
@@ -49,10 +49,8 @@ def read_prompts(files: Iterable[Path], split: str | None = "train") -> list[Pro
     for path in files:
         if not path.is_file():
             raise UserError("no such prompt file", str(path), exit_code=2)
-        for raw in read_file(path):
+        for raw in read_whole(path):
             prompt, where = raw.value, f"{raw.file}:{raw.line}"
-            if raw.problem or not isinstance(prompt, dict):
-                raise UserError(raw.problem or "not a JSON object", where)
             messages = prompt.get("messages")
             if not isinstance(prompt.get("id"), str) or not isinstance(messages, list) or not messages:
                 raise UserError("a prompt needs an `id` and `messages`", where)

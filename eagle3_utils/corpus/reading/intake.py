@@ -12,8 +12,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
+from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, text_key
 from eagle3_utils.corpus.reading.chat import ChatRenderer
 from eagle3_utils.corpus.reading.formats import Format, Item, Unusable, detect_format, text_of, to_item
@@ -30,24 +31,6 @@ Encoded = tuple[list[int], list[int]]  # input_ids [T], loss_mask [T]
 
 class _Drop(Exception):
     """A record left out on purpose; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class MergeSettings:
-    """How records are made and chosen; the fields of `MergeConfig` with the same names."""
-
-    max_seq_len: int
-    supervise: Literal["all_turns", "last_turn"] = "all_turns"
-    reasoning: Literal["keep", "drop", "unsupervised"] = "keep"
-    truncate: Literal["hard", "turn"] = "hard"
-    min_supervised_tokens: int = 4
-    dedupe: Literal["none", "exact", "near"] = "near"
-    near_threshold: float = 0.8
-    decontaminate_ngram: int = 13
-    val_fraction: float = 0.1
-    max_rejected_fraction: float = 0.05
-    supervised_share_bounds: tuple[float, float] = (0.02, 0.98)
-    seed: int = 0
 
 
 @dataclass
@@ -74,14 +57,12 @@ class SourceCount:
 class Intake:
     """Takes sources one after the other; what one source brought counts as seen for the next."""
 
-    def __init__(
-        self, settings: MergeSettings, tokenizer, vocab_size: int, decontaminator: Decontaminator | None = None
-    ):
-        self.settings, self.tokenizer, self.vocab_size = settings, tokenizer, vocab_size
-        self.renderer = ChatRenderer(tokenizer, settings.supervise, settings.reasoning)
+    def __init__(self, config: MergeConfig, tokenizer, vocab_size: int, decontaminator: Decontaminator | None = None):
+        self.config, self.tokenizer, self.vocab_size = config, tokenizer, vocab_size
+        self.renderer = ChatRenderer(tokenizer, config.supervise, config.reasoning)
         self.counts: list[SourceCount] = []
         self._decontaminator = decontaminator
-        self._near = NearDuplicates(settings.near_threshold) if settings.dedupe == "near" else None
+        self._near = NearDuplicates(config.near_threshold) if config.dedupe == "near" else None
         self._texts: dict[int, None] = {}
         self._ids: set[str] = set()
 
@@ -179,14 +160,14 @@ class Intake:
         """
         if item.format != "response" or item.input_ids is None:
             return None if item.input_ids is None else (item.input_ids, item.loss_mask)
-        if self.settings.reasoning != "keep":
+        if self.config.reasoning != "keep":
             thoughts = [self.renderer.split(m)[0] for m in item.messages if m["role"] == "assistant"]
             before = item.input_ids[: item.answer_start][-16:]  # enough for `<think>`
             if thoughts[-1] is None and self.tokenizer.decode(before).rstrip().endswith("<think>"):
                 return item.input_ids, [0] * len(item.input_ids)
             if any(thoughts):
                 return None
-        if self.settings.supervise == "all_turns":
+        if self.config.supervise == "all_turns":
             return item.input_ids, item.loss_mask
         return item.input_ids, [0] * item.answer_start + item.loss_mask[item.answer_start :]
 
@@ -203,12 +184,12 @@ class Intake:
         problem = problem_with(input_ids, loss_mask, self.vocab_size)
         if problem:
             raise Unusable(problem)
-        limit = self.settings.max_seq_len
+        limit = self.config.max_seq_len
         if len(input_ids) > limit:
-            limit = limit if self.settings.truncate == "hard" else last_turn_end(loss_mask, limit)
+            limit = limit if self.config.truncate == "hard" else last_turn_end(loss_mask, limit)
         record = Record(item.id or "", item.source or "", input_ids[:limit], loss_mask[:limit])
-        if sum(record.loss_mask) < self.settings.min_supervised_tokens:
-            raise Unusable(f"fewer than {self.settings.min_supervised_tokens} supervised tokens")
+        if sum(record.loss_mask) < self.config.min_supervised_tokens:
+            raise Unusable(f"fewer than {self.config.min_supervised_tokens} supervised tokens")
         return record, len(input_ids) - record.num_tokens
 
     def _refuse_copies(self, key: str, item: Item) -> None:
@@ -220,7 +201,7 @@ class Intake:
             leak = self._decontaminator.leak(turns or [self._text(item)])
             if leak is not None:
                 raise _Drop(f"{DUPLICATES[2]}: {leak}")
-        if self.settings.dedupe == "none":
+        if self.config.dedupe == "none":
             return
         text = self._text(item)
         if (same := text_key(text)) in self._texts:

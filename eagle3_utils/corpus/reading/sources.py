@@ -27,7 +27,7 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eagle3_utils.corpus.reading.formats import Format
-from eagle3_utils.errors import UserError
+from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.runs import resolve_path
 
 MAX_LINE_BYTES = 64 << 20
@@ -122,9 +122,8 @@ def read_source(spec: SourceSpec) -> Iterator[RawRecord]:
     """All records of a source, in order, one at a time."""
     records = _read_hf(spec) if spec.hf else (raw for file in source_files(spec) for raw in read_file(file))
     for raw in records:
-        if raw.problem is None and not isinstance(raw.value, dict):
-            raw = RawRecord(raw.file, raw.line, problem="not a JSON object")
-        yield raw
+        is_told = raw.problem or isinstance(raw.value, dict)
+        yield raw if is_told else RawRecord(raw.file, raw.line, problem="not a JSON object")
 
 
 def read_file(path: Path) -> Iterator[RawRecord]:
@@ -136,6 +135,14 @@ def read_file(path: Path) -> Iterator[RawRecord]:
     else:
         with open_bytes(path) as file:
             yield from _read_lines(str(path), file)
+
+
+def read_whole(path: Path) -> Iterator[RawRecord]:
+    """The JSON objects of a file that must be sound: `UserError`, with file and line, for anything else in it."""
+    for raw in read_file(path):
+        if raw.problem or not isinstance(raw.value, dict):
+            raise UserError(raw.problem or "not a JSON object", f"{raw.file}:{raw.line}")
+        yield raw
 
 
 def open_bytes(path: Path) -> io.BufferedIOBase:
@@ -268,7 +275,7 @@ def _read_parquet(path: Path) -> Iterator[RawRecord]:
                     number += 1
                     yield RawRecord(str(path), number, value, size=batch.nbytes // len(batch))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        yield RawRecord(str(path), number + 1, problem=f"the file cannot be read on: {str(error).splitlines()[0]}")
+        yield RawRecord(str(path), number + 1, problem=f"the file cannot be read on: {first_line(error)}")
 
 
 def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
@@ -284,12 +291,10 @@ def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
             name = str(folder) if folder.is_dir() else spec.hf
             dataset = load_dataset(name, spec.config, split=spec.split, streaming=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a dataset that is a script
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot load this dataset: {reason}", f"sources: {spec.name}: {spec.hf}") from None
-    number = 0
+        raise UserError(f"cannot load this dataset: {first_line(error)}", f"sources: {spec.name}: {spec.hf}") from None
+    where, number = f"{spec.hf}:{spec.split}", 0
     try:
         for number, value in enumerate(dataset, 1):
-            yield RawRecord(f"{spec.hf}:{spec.split}", number, value, size=len(repr(value)))
+            yield RawRecord(where, number, value, size=len(repr(value)))
     except (DatasetsError, OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        yield RawRecord(f"{spec.hf}:{spec.split}", number + 1, problem=f"the dataset cannot be read on: {reason[:200]}")
+        yield RawRecord(where, number + 1, problem=f"the dataset cannot be read on: {first_line(error)[:200]}")

@@ -1,4 +1,4 @@
-"""Rotary position embedding, of every kind the target may use (default, linear, llama3, YaRN, …).
+"""Rotary position embedding of the kinds that SGLang serves as transformers defines them: `SERVED_KINDS`.
 
 Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`, so that a draft mirrors its target's.
 """
@@ -14,6 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle3_utils.draft.modules.fused import fused
 
+SERVED_KINDS = {"llama": ("default", "linear", "llama3", "yarn"), "mla": ("default", "yarn")}  # by kind of layer
+_ONLY_SGLANGS = ("attn_factor", "extrapolation_factor")  # of YaRN; transformers does not read them
 _DEEPSEEK_YARN = ("mscale", "mscale_all_dim", "attention_factor")
 
 
@@ -54,6 +56,15 @@ def rope_as_served(rope: dict[str, Any], layer_kind: str) -> dict[str, Any]:
     if layer_kind == "mla" or rope.get("rope_type") != "yarn":
         return rope
     return {name: value for name, value in rope.items() if name not in _DEEPSEEK_YARN}
+
+
+def why_served_otherwise(rope: dict[str, Any], layer_kind: str) -> str | None:
+    """What of these RoPE parameters SGLang reads otherwise than `RotaryEmbedding`; None when nothing is."""
+    kind = rope.get("rope_type", "default")
+    if kind not in SERVED_KINDS[layer_kind]:
+        return f"RoPE of kind {kind}"
+    odd = next((name for name in _ONLY_SGLANGS if kind == "yarn" and rope.get(name, 1) != 1), None)
+    return f"YaRN's {odd} {rope[odd]}" if odd else None
 
 
 @fused

@@ -19,7 +19,7 @@ from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
-_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
+_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 192 << 20}
 
 
 @dataclass
@@ -46,8 +46,7 @@ class BatchRunner:
         self.num_steps, self.max_rows = config.ttt_steps, config.max_rows_at_once
         self.weights = tuple(config.step_weight_decay**step for step in range(config.ttt_steps))
         self.loss = config.loss
-        hits = (model.target_ids == most_frequent).nonzero()
-        self.baseline_id = int(hits[0]) if len(hits) else -1
+        self.baseline_id = model.draft_id_of(most_frequent)
         self._coverage: dict[str, torch.Tensor] = {}  # on the device: to fetch them would wait for it
         self._attention = attention_for(model)
 

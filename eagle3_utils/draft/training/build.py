@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.export import MLA_WIDTHS, draft_config_of, load_draft, read_draft_config
+from eagle3_utils.draft.modules.rope import SERVED_KINDS, why_served_otherwise
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, checkpoint_weights
 from eagle3_utils.draft.training.initial import initialise
-from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_supervised_and_all
+from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.states.reader import StoreReader
@@ -36,10 +37,15 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
 
     A Llama-like draft of an MLA target gets 128-wide heads, eight of them for keys and values.
     Raises `UserError` when an MLA draft is wanted for a target without MLA, and for RoPE parameters that name no type
-    or no theta.
+    or no theta, or that SGLang would serve otherwise than they are trained.
     """
     if config.rope is not None and not {"rope_type", "rope_theta"} <= config.rope.keys():
         raise UserError(f"rope {config.rope} needs rope_type and rope_theta", "rope", exit_code=2)
+    rope = config.rope or target.rope
+    if odd := why_served_otherwise(rope, config.layer_kind):
+        kinds = ", ".join(SERVED_KINDS[config.layer_kind])
+        fix = f"set rope to one of {kinds}: {{rope_type: default, rope_theta: {rope['rope_theta']}}} for instance"
+        raise UserError(f"{odd}: SGLang would serve it otherwise than it is trained", "rope", fix, exit_code=2)
     text = target.text_config
     target_is_mla = "kv_lora_rank" in text
     if config.layer_kind == "mla" and not target_is_mla:
@@ -59,7 +65,7 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
         aux_layers=tuple(aux_layers),
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
-        rope=config.rope or target.rope,
+        rope=rope,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         layer_kind=config.layer_kind,
@@ -92,14 +98,9 @@ def shape_to_train(config: TrainConfig, target: Target, aux_layers: Iterable[int
 
 def token_counts(reader: StoreReader, target: Target) -> tuple[np.ndarray, np.ndarray]:
     """How often each token is predicted in a store, and how often it stands anywhere: two int64 [V]."""
-    stored = (reader.index_arrays(index) for index in range(len(reader)))  # not the states: terabytes
+    stored = (reader.index_arrays(index) for index in reader.in_stored_order())  # no states: terabytes
     pairs = ((arrays["input_ids"], arrays["loss_mask"]) for arrays in stored)
-    return count_supervised_and_all(pairs, target.vocab_size)
-
-
-def supervised_counts(reader: StoreReader, target: Target) -> np.ndarray:
-    """How often each token is predicted in a store, int64 [V]."""
-    return token_counts(reader, target)[0]
+    return count_tokens(pairs, target.vocab_size)
 
 
 def corpus_vocab(counts: np.ndarray, target: Target, size: int, all_counts: np.ndarray | None = None) -> VocabMap:
@@ -134,12 +135,11 @@ def new_draft(
     wanted = shape_to_train(config, target, aux_layers)
     if config.init_from is not None:
         model = _from_tensors(_init_tensors(resolve_path(config.init_from), target), target, wanted)
-        model.lm_head.requires_grad_(not config.freeze_lm_head)
-        return model
-    torch.manual_seed(config.seed)
-    model = DraftModel(wanted, vocab, load_embed_tokens(target))
-    taken = initialise(model, target, config.init, state_rms)
-    logger.info("draft of %d layers' states, %d tensors of the target's last layer", len(wanted.aux_layers), len(taken))
+    else:
+        torch.manual_seed(config.seed)
+        model = DraftModel(wanted, vocab, load_embed_tokens(target))
+        taken = len(initialise(model, target, config.init, state_rms))
+        logger.info("draft of %d layers' states, %d tensors of the target's last layer", len(wanted.aux_layers), taken)
     model.lm_head.requires_grad_(not config.freeze_lm_head)
     return model
 
@@ -148,7 +148,7 @@ def draft_of_training(config: TrainConfig, data: Path) -> DraftModel:
     """The best weights of a finished training under a run's data folder, float32 on the CPU, ready to decode."""
     target = load_target(config.model, config.trust_remote_code)
     tensors = load_file(data / "draft" / BEST_WEIGHTS)
-    layers = StoreReader(data / "hidden_states" / "train").meta.aux_layers
+    layers = StoreReader(data / "hidden_states" / "val").meta.aux_layers
     return _from_tensors(tensors, target, shape_to_train(config, target, layers)).eval()
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from eagle3_utils.draft.training.distributed import ONE_RANK, Ranks
 from eagle3_utils.draft.training.optimizer import sharded_like
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import hash_files, write_json
+from eagle3_utils.runs import hash_files, sync, write_json
 
 BEST_WEIGHTS = "best.safetensors"  # the weights with the longest validated accept length
 
@@ -39,6 +39,8 @@ class Position:
     tokens: int = 0
     best_step: int = -1
     best_accept_length: float = 0.0
+    seconds: float = 0.0  # of all steps, from the first
+    waited: float = 0.0  # of them, for data
     parameters: dict[str, Any] = field(default_factory=dict)  # those that decide what the training makes
 
     def require(self, wanted: dict[str, Any], where: Path) -> None:
@@ -54,13 +56,21 @@ class Position:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """All checkpoints of a run by step, newest last; unfinished temporary ones are not among them."""
-    return sorted(path for path in Path(folder).glob("step-*") if path.is_dir())
+    named = (path for path in Path(folder).glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted((path for path in named if path.is_dir()), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def save_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer, position: Position, keep: int, ranks: Ranks = ONE_RANK
 ) -> Path:
-    """Write one checkpoint atomically and delete the oldest beyond `keep`; all ranks call it. Returns its folder."""
+    """Write one checkpoint atomically and delete the oldest beyond `keep`; all ranks call it. Returns its folder.
+
+    Those of later steps are deleted too: training went on from this side of them, so they are damaged.
+    """
     final = Path(folder) / f"step-{position.step:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
     if ranks.is_first:
@@ -74,7 +84,7 @@ def save_checkpoint(
             mine[name] = whole.detach().cpu().contiguous()
     part = temporary / f"part-{ranks.rank:02d}-of-{ranks.num_ranks:02d}.safetensors"
     save_file(mine, part)
-    _sync(part)
+    sync(part)
     part.with_suffix(".hash").write_text(hash_files([part]))
     ranks.barrier()
     if ranks.is_first:
@@ -85,9 +95,11 @@ def save_checkpoint(
         write_json(temporary / "state.json", asdict(position) | {"files": files})
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        _sync(final.parent)
-        for old in checkpoint_folders(folder)[:-keep]:
-            shutil.rmtree(old)
+        sync(final.parent)
+        written = checkpoint_folders(folder)
+        until_here = [path for path in written if _step_of(path) <= position.step]
+        for path in set(written) - set(until_here[-keep:]):
+            shutil.rmtree(path)
     ranks.barrier()
     return final
 
@@ -105,7 +117,7 @@ def save_weights(path: Path, model: torch.nn.Module, ranks: Ranks = ONE_RANK) ->
     if ranks.is_first:
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     ranks.barrier()
 
@@ -119,12 +131,15 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
 
 def newest_whole_checkpoint(folder: Path, log: logging.Logger) -> tuple[Path, Position] | None:
     """The newest checkpoint whose files match their hashes; damaged ones are named in the log."""
-    for path in reversed(checkpoint_folders(folder)):
+    folders = checkpoint_folders(folder)
+    for path in reversed(folders):
         problem = _damage(path)
         if problem is None:
             values = json.loads((path / "state.json").read_text())
-            return path, Position(**{key: values[key] for key in Position.__dataclass_fields__})
-        log.warning("%s is damaged (%s): using the one before it", path, problem)
+            return path, Position(**{key: values[key] for key in Position.__dataclass_fields__ if key in values})
+        log.warning("%s is damaged (%s): passed over", path, problem)
+    if folders:
+        log.warning("%s: no whole checkpoint: training begins anew", folder)
     return None
 
 
@@ -179,11 +194,3 @@ def _damage(path: Path) -> str | None:
         if hash_files([path / name]) != expected:
             return f"{name} does not match its hash"
     return None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

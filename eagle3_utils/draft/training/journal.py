@@ -33,7 +33,15 @@ class Journal:
         curves = {f"{kind}/{name}": value for name, value in _numbers(values).items()}
         self._board.add_summary(_one_summary(curves), step)
         if self._wandb is not None:
-            self._wandb.log(curves, step=step)
+            self._send(kind, step, curves)
+
+    def _send(self, kind: str, step: int, curves: dict[str, float]) -> None:
+        """To Weights & Biases, whose own step only goes up: the optimiser's, which a resumed run repeats and the best
+        one goes back to, is a figure like the others."""
+        if kind == "best":
+            self._wandb.summary.update({"best/step": step, **curves})
+        else:
+            self._wandb.log({"optimiser_step": step, **curves})
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -63,7 +71,11 @@ def _open_wandb(run_name: str) -> Any:
         return None
     import wandb
 
-    return wandb.init(project="eagle3", name=run_name, id=run_name, resume="allow")
+    run = wandb.init(project="eagle3", name=run_name, id=run_name, resume="allow")
+    run.define_metric("optimiser_step")
+    for kind in ("train", "validation"):
+        run.define_metric(f"{kind}/*", step_metric="optimiser_step")
+    return run
 
 
 def read_journal(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -23,26 +23,35 @@ _LAMBDA_DECAY = 3.0  # lk_lambda: weight of the KL part is exp(-3 · acceptance)
 _TINY = 1e-12
 
 
+@dataclass(frozen=True)
+class UnrollOptions:
+    """step_weights: one per step, S of them. loss: one of `LOSSES`. want_overlap costs the whole target head.
+    baseline_id: draft id of the most frequent token. chunk_bytes: memory for one chunk's logits. head_gradient_at_once:
+    add it to the head's `.grad` right away, as the loss is taken, instead of keeping one of that size more until
+    `backward`."""
+
+    step_weights: tuple[float, ...]
+    loss: str = "soft"
+    want_overlap: bool = False
+    baseline_id: int = -1
+    chunk_bytes: int = 48 << 20
+    head_gradient_at_once: bool = False
+
+
 @dataclass
 class LossJob:
     """What one batch's loss needs besides the draft's hidden states and head.
 
     final [M, H] teacher states. pair_index int64 [M, S] (see plan.py). step_scale float32 [S]: weight of step i over
-    its number of supervised positions. covered bool [M]: known coverage, or None. baseline_id: draft id of the most
-    frequent token. chunk_bytes: memory for one chunk's logits. head_gradient_at_once: add it to the head's `.grad`
-    right away, as the loss is taken, instead of keeping one of that size more until `backward`.
+    its number of supervised positions. covered bool [M]: known coverage, or None.
     """
 
     teacher: Teacher
     final: torch.Tensor
     pair_index: torch.Tensor
     step_scale: torch.Tensor
-    kind: str = "soft"
-    covered: torch.Tensor | None = None
-    baseline_id: int = -1
-    want_overlap: bool = False
-    chunk_bytes: int = 48 << 20
-    head_gradient_at_once: bool = False
+    covered: torch.Tensor | None
+    options: UnrollOptions
 
 
 @dataclass
@@ -74,12 +83,12 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, job, details):
         wants_gradient, wants_head_gradient = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
-        num_steps, num_hidden = job.pair_index.shape[1], len(hidden)
-        chunk = max(1, job.chunk_bytes // (num_steps * len(head) * 4))
+        num_steps, num_hidden, options = job.pair_index.shape[1], len(hidden), job.options
+        chunk = max(1, options.chunk_bytes // (num_steps * len(head) * 4))
         hidden_gradient = hidden.new_zeros(num_hidden + 1, hidden.shape[1]) if wants_gradient else None
-        at_once = job.head_gradient_at_once and wants_head_gradient
+        at_once = options.head_gradient_at_once and wants_head_gradient
         head_gradient = torch.zeros_like(head) if wants_head_gradient and not at_once else None
-        outside = job.teacher.outside(job.final, job.covered, job.want_overlap)
+        outside = job.teacher.outside(job.final, job.covered, options.want_overlap)
         total = torch.zeros((), device=hidden.device)
         for first in range(0, len(job.pair_index) if num_hidden else 0, chunk):
             rows = slice(first, first + chunk)
@@ -87,10 +96,9 @@ class _ChunkedLoss(torch.autograd.Function):
             inputs = hidden.index_select(0, pairs.flatten().clamp(max=num_hidden - 1))  # [C·S, H]
             logits = (inputs @ head.T).unflatten(0, (-1, num_steps))  # [C, S, D]
             teacher = job.teacher(job.final[rows], outside.rows(rows))
-            scaled, gradient = _chunk(logits, teacher, pairs < num_hidden, rows, job, details, wants_gradient)
-            total += scaled
+            total += _chunk(logits, teacher, pairs < num_hidden, rows, job, details, wants_gradient)
             if wants_gradient:
-                gradient = gradient.flatten(0, 1)
+                gradient = logits.flatten(0, 1)  # now in their place
                 hidden_gradient[pairs.flatten()] = gradient @ head  # rows without a pair go to the spare last row
                 if at_once:
                     add_weight_gradient(head, gradient, inputs)
@@ -108,31 +116,33 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _chunk(logits, teacher, has_pair, rows: slice, job: LossJob, details: LossDetails, wants_gradient: bool):
-    """Loss of one chunk, logits [C, S, D]; fills `details`. Returns the scaled sum and its gradient by the logits."""
+    """The scaled loss of one chunk, logits [C, S, D]; fills `details`. The gradient takes the place of the logits."""
     carries_loss = has_pair & teacher.covered[:, None]
     details.covered[rows] = teacher.covered
-    details.baseline_hit[rows] = teacher.covered & (teacher.best == job.baseline_id)
-    scale = carries_loss * job.step_scale  # [C, S]
-    terms = _LOSS_TERMS[job.kind]
-    loss, best, gradient = terms(logits, teacher.probabilities, teacher.best, scale, wants_gradient)
-    details.correct[rows] = carries_loss & (best == teacher.best[:, None])
-    loss = torch.where(carries_loss, loss, 0.0)
-    details.loss[rows] = loss
-    if job.want_overlap:
+    details.baseline_hit[rows] = teacher.covered & (teacher.best == job.options.baseline_id)
+    if job.options.want_overlap:
         mass = 1.0 if teacher.mass is None else teacher.mass[:, None, None]
         overlap = draft_overlap(logits.float().softmax(-1), teacher.probabilities[:, None] * mass)
         details.overlap[rows] = torch.where(has_pair, overlap, 0.0)
-    return (loss * job.step_scale).sum(), gradient
+    scale = carries_loss * job.step_scale  # [C, S]
+    terms = _LOSS_TERMS[job.options.loss]
+    loss, best = terms(logits, teacher.probabilities, teacher.best, scale, wants_gradient)
+    details.correct[rows] = carries_loss & (best == teacher.best[:, None])
+    loss = torch.where(carries_loss, loss, 0.0)
+    details.loss[rows] = loss
+    return (loss * job.step_scale).sum()
 
 
 def _terms_of(kind: str):
-    """(logits [C, S, D], q [C, D], argmax of q [C], scale [C, S], whether to) -> loss and argmax [C, S], and the
-    scaled gradient by the logits, in their dtype."""
+    """(logits [C, S, D], q [C, D], argmax of q [C], scale [C, S], whether to) -> loss and argmax [C, S]; the scaled
+    gradient by the logits is written over them, if wanted."""
 
     def terms(logits, q, best, scale, wants_gradient):
         chosen = logits.argmax(-1)
         loss, gradient = loss_and_gradient(logits.float(), q, best, kind, wants_gradient)
-        return loss, chosen, gradient.mul_(scale[..., None]).to(logits.dtype) if wants_gradient else None
+        if wants_gradient:
+            logits.copy_(gradient.mul_(scale[..., None]))
+        return loss, chosen
 
     terms.__name__ = f"terms_of_{kind}"
     return fused(terms)

@@ -124,4 +124,4 @@ def _hidden_and_residual(module: nn.Module, args: tuple, kwargs: dict) -> tuple[
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     if "hidden_states" in bound:
         return bound["hidden_states"], bound.get("residual")
-    return (*args, *kwargs.values(), None)[:2] if len(args) + len(kwargs) < 2 else (*args, *kwargs.values())[:2]
+    return (*args, *kwargs.values(), None)[:2]

@@ -45,7 +45,7 @@ class Staging:
     def __init__(self, max_bytes: int, pool_bytes: int, pin: bool, wait_seconds: float = 120.0):
         self.max_bytes, self.pool_bytes = max_bytes, min(pool_bytes, max_bytes)
         self.pin, self.wait_seconds = pin, wait_seconds
-        self.peak_bytes = self.waited_seconds = 0.0
+        self.peak_bytes = 0
         self._free: list[torch.Tensor] = []
         self._in_use_bytes = 0
         self._queued = 0  # slabs handed to the writer: these come back by themselves
@@ -62,7 +62,9 @@ class Staging:
                 "(staging_max_bytes, SGLANG_HS_MAX_BYTES)"
             )
         size = min(slab_bytes(num_bytes), self.max_bytes)
-        if not self._has_room(size):
+        if self._has_room(size):
+            self._starving = False
+        else:
             self._wait(size)
         return self._take(size)
 
@@ -105,9 +107,8 @@ class Staging:
         self._free.append(slab)
 
     def _wait(self, size: int) -> None:
-        started = time.monotonic()
         patience = 0.0 if self._starving else self.wait_seconds
-        last_used, deadline = None, started + patience
+        last_used, deadline = None, time.monotonic() + patience
         while not self._has_room(size):
             with self._lock:
                 used = (self._in_use_bytes, len(self._on_disk), self._queued)
@@ -122,7 +123,6 @@ class Staging:
                 )
             time.sleep(_POLL_SECONDS)
         self._starving = False
-        self.waited_seconds += time.monotonic() - started
 
     def _take(self, size: int) -> torch.Tensor:
         with self._lock:

@@ -41,7 +41,6 @@ class Writer:
     def __init__(self, dump_dir: str, staging: Staging, num_threads: int, device_id: int | None = None):
         self.dump_dir, self.staging, self.device_id = dump_dir, staging, device_id
         self.failure: str | None = None
-        self.num_written = 0
         self._queue: queue.Queue[Job] = queue.Queue()
         for number in range(num_threads):
             threading.Thread(target=self._work, name=f"hs-writer-{number}", daemon=True).start()
@@ -72,7 +71,6 @@ class Writer:
                 if job.ready is not None:
                     job.ready.synchronize()
                 path = self._write(job)
-                self.num_written += 1
             except (OSError, RuntimeError) as error:
                 self.failure = f"the dump of {job.rid} could not be written: {error}"
                 logger.error("[HS_DUMP] %s", self.failure)

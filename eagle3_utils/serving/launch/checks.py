@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import psutil
 
 from eagle3_utils.config import ServingOptions
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import repo_root
 from eagle3_utils.serving.launch import gpus
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,16 @@ class Interpreter:
     torch: str | None
     plugin: bool  # sees our capture plugin
     plugins: list[str]
+
+
+def interpreter_path(python: str | None) -> str:
+    """The Python to run: this one for None; a relative path counts from the repository root, a plain name from PATH.
+
+    A link is not followed: a virtual environment's Python is one, and finds its packages beside the link.
+    """
+    if python is None:
+        return sys.executable
+    return os.path.abspath(repo_root() / Path(python).expanduser()) if os.sep in python else python
 
 
 def ask_interpreter(path: str, environment: dict[str, str] | None = None) -> Interpreter:
@@ -87,16 +99,22 @@ def warn_of_version(interpreter: Interpreter) -> None:
 
 def port_holder(port: int) -> str | None:
     """Who listens on a local TCP port, as "pid 123 (command)"; None when nobody does."""
-    for connection in psutil.net_connections("tcp"):
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-            if connection.pid is None:
-                return "a process that cannot be seen (of another user, or in another container)"
-            try:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
-            except psutil.Error:
-                return "a process of another user"
-            return f"pid {connection.pid} ({command})"
-    return None
+    pid = next(iter(found := listeners(port)), None)
+    if pid is None:
+        return "a process that cannot be seen (of another user, or in another container)" if found else None
+    try:
+        return f"pid {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"
+    except psutil.Error:
+        return "a process of another user"
+
+
+def listeners(port: int) -> set[int | None]:
+    """Pids of the processes that listen on a local TCP port; None stands for any that cannot be seen."""
+    return {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+    }
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -164,8 +182,9 @@ def num_gpus_of(options: ServingOptions) -> int:
     return options.tp_size if options.tp_size > 1 else options.dp_size
 
 
-def check_memory(weight_bytes: int, device: str, num_gpus: int) -> None:
-    """Raise `UserError` when the weights alone are more than the device can hold."""
+def check_memory(weight_bytes: int, device: str, num_gpus: int, num_copies: int = 1) -> None:
+    """Raise `UserError` when the weights alone, of all copies, are more than the device can hold."""
+    weight_bytes *= num_copies
     if device == "cpu":
         available = psutil.virtual_memory().available
         if weight_bytes > available:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import time
 from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
 _TOLERANCE_BYTES = 1 << 30  # driver bookkeeping, a display, contexts of others that come and go
 _POLL_SECONDS = 0.5
 
@@ -67,6 +69,10 @@ def _ask(query: str) -> list[str]:
             command.append(f"--id={visible}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("nvidia-smi fails, so no GPU is seen: %s", error)
         return []
-    return answer.stdout.strip().splitlines() if answer.returncode == 0 else []
+    if answer.returncode:
+        logger.warning("nvidia-smi fails, so no GPU is seen: %s", (answer.stderr or answer.stdout).strip()[:200])
+        return []
+    return answer.stdout.strip().splitlines()

@@ -19,10 +19,11 @@ import psutil
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import write_json
 from eagle3_utils.serving.launch import guard
-from eagle3_utils.serving.launch.checks import port_holder
+from eagle3_utils.serving.launch.checks import listeners, port_holder
 
 NONCE_VARIABLE = "EAGLE3_SERVER_NONCE"
 _TERM_SECONDS, _KILL_SECONDS = 1.0, 30.0  # SGLang drains in steps of 5 s; there is nothing to drain
+_CLOCK_SECONDS = 2.0  # by which a process's start, counted from the boot, and the wall clock may differ
 _DUMP_PATTERNS = ("hs-*.safetensors", "hs-*.tmp", "hs-*.error", "handshake*.json", "handshake*.tmp")
 
 
@@ -109,12 +110,13 @@ def forget(folder: Path, pid: int | None) -> None:
 
 
 def stop_orphans(folder: Path) -> list[str]:
-    """Stop servers that an earlier process of this run folder launched and did not outlive; each as "pid 1 (command)".
+    """Stop servers that any stage of this run launched and did not outlive; each as "pid 1 (command)".
 
-    A process counts only when its environment still carries the nonce of the pid file and its launcher is dead.
+    `folder` is one stage's; those of the others lie beside it. A process counts only when its environment still carries
+    the nonce of the pid file and its launcher is dead.
     """
     stopped = []
-    for path in folder.glob("server-*.json"):
+    for path in folder.parent.glob("*/server-*.json"):
         facts = json.loads(path.read_text())
         try:
             process = psutil.Process(facts["pid"])
@@ -137,19 +139,10 @@ def _launcher_lives(facts: dict) -> bool:
         return False
 
 
-def _listeners(port: int) -> set[int | None]:
-    """Pids of the processes that listen on a local port; None stands for any that cannot be seen."""
-    return {
-        connection.pid
-        for connection in psutil.net_connections("tcp")
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-    }
-
-
 def check_listener(port: int, group: int) -> None:
     """Raise `UserError` when the process that listens on the port is not one of the server's, or cannot be seen."""
-    listeners = _listeners(port)
-    if listeners == {None} or listeners - {None, *(process.pid for process in group_members(group))}:
+    found = listeners(port)
+    if found == {None} or found - {None, *(process.pid for process in group_members(group))}:
         raise UserError(
             f"something else answers on port {port}: {port_holder(port)}", "port", "stop it, or set port: 0"
         )
@@ -163,8 +156,8 @@ def check_answers(url: str, pid: int, dump_dir: Path) -> None:
         raise UserError(f"the handshake is a dead server's (pid {pid})", str(dump_dir)) from None
     address = urlsplit(url)
     is_local = address.hostname in ("127.0.0.1", "localhost", "::1")
-    listeners = _listeners(address.port) - {None} if is_local else set()
-    if listeners and not listeners & family:
+    found = listeners(address.port) - {None} if is_local else set()
+    if found and not found & family:
         raise UserError(
             f"the handshake is of pid {pid}, but {url} is answered by {port_holder(address.port)}", str(dump_dir),
             "was the server restarted? each server needs its own SGLANG_HS_DUMP_DIR",
@@ -189,12 +182,23 @@ def empty_dump_folder(folder: Path, remove: bool = False) -> None:
     if not folder.is_dir():
         return
     handshake = folder / "handshake.json"
-    if not remove and handshake.is_file():
-        pid = json.loads(handshake.read_text())["pid"]
-        if psutil.pid_exists(pid):
-            raise UserError(f"a live server (pid {pid}) dumps into this folder", str(folder), "set staging_dir")
+    if not remove and handshake.is_file() and (pid := _writer_of(handshake)) is not None:
+        raise UserError(f"a live server (pid {pid}) dumps into this folder", str(folder), "set staging_dir")
     for pattern in _DUMP_PATTERNS:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
     if remove and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _writer_of(handshake: Path) -> int | None:
+    """The pid of the live process that wrote a handshake; None when it has ended, whoever has its pid now.
+
+    A file that a crash of the machine left empty has no writer either.
+    """
+    try:
+        facts = json.loads(handshake.read_text())
+        process, written = psutil.Process(facts["pid"]), facts.get("started", handshake.stat().st_mtime)
+    except (ValueError, LookupError, TypeError, psutil.NoSuchProcess):
+        return None
+    return process.pid if process.create_time() <= written + _CLOCK_SECONDS else None

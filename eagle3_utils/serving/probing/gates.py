@@ -168,6 +168,11 @@ class Likeness(NamedTuple):
         means, lows, strays = zip(*all_of_them, strict=True)
         return cls(min(means), min(lows), max(strays))
 
+    @property
+    def text(self) -> str:
+        """All three, for a report."""
+        return f"cosine ≥ {self.mean:.5f} in the mean, {self.low:.5f} at 1 %, {self.stray:.2%} stray rows"
+
     def within(self, limits: Likeness) -> bool:
         """Whether all three are."""
         return self.mean >= limits.mean and self.low >= limits.low and self.stray <= limits.stray

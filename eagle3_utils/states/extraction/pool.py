@@ -7,14 +7,18 @@ In flight is bounded by tokens per server, not by requests.
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 BUCKET_SAMPLES = 512  # records sorted by length together: batches of like lengths, corpus order at large
 POLL_SECONDS = 0.25  # how late a waiting thread may notice that a retry is due or a server is back
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.5, 30.0
+SICK_AFTER_FAILURES = 20  # in a row, of a server beside others: it fails faster than they answer, and uses up all tries
 
 
 def in_buckets(records: list) -> list:
@@ -57,7 +61,7 @@ class Worker:
     failures: int = 0
     retry_at: float = 0.0
     dead: bool = False
-    num_done: int = 0
+    failed_in_a_row: Counter[str] = field(default_factory=Counter)  # answers, and dumps when their shard is built
     last_success: float = 0.0
     watched: bool = False  # one of its waiting threads looks from time to time
 
@@ -122,23 +126,27 @@ class Pool:
         with self._lock:
             self._leave(worker, task)
             worker.failing_since, worker.failures, worker.last_success = None, 0, time.monotonic()
-            worker.num_done += 1
+            worker.failed_in_a_row["answers"] = 0
 
-    def stored(self, task: Task) -> None:
+    def stored(self, worker: Worker, task: Task) -> None:
         """What had arrived is on disk."""
         with self._lock:
+            worker.failed_in_a_row["dumps"] = 0
             self._finish(task)
 
-    def rejected(self, task: Task) -> bool:
+    def rejected(self, worker: Worker, task: Task) -> bool:
         """What had arrived was no good: tried again, or given up (True)."""
         with self._lock:
-            return self._blame(task)
+            return self._blame(worker, task, "dumps")
 
     def sample_failed(self, worker: Worker, task: Task) -> bool:
-        """An attempt failed because of the sample; returns True when the sample is now given up."""
+        """An attempt failed because of the sample; returns True when the sample is now given up.
+
+        After `SICK_AFTER_FAILURES` in a row it is the server that is at fault, if there is another one: it is dead.
+        """
         with self._lock:
             self._leave(worker, task)
-            return self._blame(task)
+            return self._blame(worker, task, "answers")
 
     def server_failed(self, worker: Worker, task: Task, blame_sample: bool) -> bool:
         """A server broke off or did not answer: the task goes back to the pool, the server rests or is dead.
@@ -194,7 +202,16 @@ class Pool:
     def _has_room(self, worker: Worker, task: Task) -> bool:
         return worker.in_flight == 0 or worker.in_flight_tokens + task.num_tokens <= self.max_tokens
 
-    def _blame(self, task: Task) -> bool:
+    def _blame(self, worker: Worker, task: Task, what: str) -> bool:
+        worker.failed_in_a_row[what] += 1
+        others = any(not other.dead for other in self.workers if other is not worker)
+        if others and (number := worker.failed_in_a_row[what]) >= SICK_AFTER_FAILURES and not worker.dead:
+            log.warning("%d %s in a row of %s were no good: the others go on without it", number, what, worker.url)
+            worker.dead = True
+            self._wake_all()
+        if worker.dead:
+            heapq.heappush(self._ready, task)
+            return False
         task.tries += 1
         if task.tries >= self.max_tries:
             self._finish(task)

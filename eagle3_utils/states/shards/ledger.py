@@ -1,7 +1,7 @@
 """Which sample is where: one SQLite row per sample, pending → done (shard, row) or failed (reason, tries).
 
 The ledger is the last thing written: a shard counts once its rows are committed here. It can be rebuilt from the
-shards (`store.recover`), because they carry the ids and checksums themselves.
+shards (recover.py), because they carry the ids and checksums themselves.
 """
 
 from __future__ import annotations

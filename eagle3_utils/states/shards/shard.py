@@ -2,6 +2,7 @@
 
 HDF5 lays the file out; the bytes go in and come out through plain file offsets (`dataset.id.get_offset()`), so
 writing runs at the speed of `pwrite` and reading at that of `pread` or a memory map, without HDF5's global lock.
+Metadata carry checksums (HDF5 1.10's format) and strings have fixed lengths: else damage could crash the library.
 
 Datasets, with N rows of tokens, S samples, L auxiliary layers, H hidden, M rows with a final state:
 
@@ -18,12 +19,14 @@ import math
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import numpy as np
 import xxhash
+
+from eagle3_utils.runs import sync
 
 FORMAT, VERSION = "eagle3-states", 1
 INDEX = ("input_ids", "loss_mask", "final_rows")
@@ -32,6 +35,7 @@ PER_FINAL = ("final", "final_scale")  # indexed by final_offsets
 PAGE = 4096
 READ_AHEAD_BYTES = 16 << 20  # per dataset, for a reader who takes one sample after the other
 READ_AHEAD_ROW_BYTES = 256  # only of what is large: states
+_DAMAGE = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)  # as h5py says it
 
 
 class DamagedShard(Exception):
@@ -40,15 +44,15 @@ class DamagedShard(Exception):
 
 @dataclass
 class EncodedSample:
-    """A sample as it is stored. Arrays may be views of a staged file; scales are None for bf16."""
+    """A sample as it is stored. Arrays may be views of a staged file; bf16 has no scales."""
 
     id: str
     source: str
     arrays: dict[str, np.ndarray]
-    checksum: int = 0
+    checksum: int = field(init=False)
 
     def __post_init__(self):
-        self.checksum = self.checksum or checksum_of(self.id, self.arrays)
+        self.checksum = checksum_of(self.id, self.arrays)
 
     @property
     def num_tokens(self) -> int:
@@ -108,24 +112,16 @@ def write_shard(path: Path, samples: list[EncodedSample], attributes: dict) -> i
     finally:
         os.close(descriptor)
     os.rename(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
     return size
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lay_out(path: Path, small: dict, shapes: dict, attributes: dict) -> dict[str, int]:
     """Create the HDF5 file with its small datasets filled; returns the byte position of each large, empty one."""
     positions = {}
-    with h5py.File(path, "w", alignment_threshold=PAGE, alignment_interval=PAGE) as file:
-        file.attrs.update({"format": FORMAT, "version": VERSION, **attributes})
+    with h5py.File(path, "w", libver="v110", alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+        for name, value in {"format": FORMAT, "version": VERSION, **attributes}.items():
+            file.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
         for name, values in small.items():
             file.create_dataset(name, data=values)
         for name, (shape, dtype) in sorted(shapes.items()):
@@ -180,26 +176,45 @@ class Shard:
                 self._columns = {
                     name: _Column(file[name].id.get_offset() or 0, file[name].shape, file[name].dtype)
                     for name in PER_ROW + PER_FINAL
-                    if name in file
+                    if name in file or not name.endswith("_scale")
                 }
-        except (OSError, KeyError, RuntimeError, UnicodeDecodeError) as error:
+        except _DAMAGE as error:
             raise DamagedShard(f"{path.name}: {error}") from error
         if self.attributes.get("format") != FORMAT:
             raise DamagedShard(f"{path.name}: not an {FORMAT} file")
         self._check_header()
         self._next_row = 0  # the row that a reader who goes from start to end will want
         self._asked_to = {name: column.position for name, column in self._columns.items()}
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._descriptors = {}
-        for name in ("aux", "final"):
-            self._descriptors[name] = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptors[name])
+        self._map: mmap.mmap | None = None  # opened by the first read
+        self._descriptors: dict[str, int] = {}
+        self._closing: dict[str, weakref.finalize] = {}
+
+    def open(self) -> None:
+        """Open the files, if they are not; every read does. Raises `DamagedShard` when they are gone."""
+        if self._map is not None:
+            return
+        try:
+            with open(self.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            for name in ("aux", "final"):
+                descriptor = os.open(self.path, os.O_RDONLY)
+                self._descriptors[name], self._closing[name] = descriptor, weakref.finalize(self, os.close, descriptor)
+        except OSError as error:
+            raise DamagedShard(f"{self.path.name}: {error}") from error
+
+    def release(self) -> None:
+        """Close the files, for a reader of thousands of shards; the header stays, the next read opens them again."""
+        for close in self._closing.values():
+            close()
+        self._map, self._descriptors, self._closing = None, {}, {}
 
     def _check_header(self) -> None:
         num_samples = len(self.ids)
         if not len(self.offsets) == len(self.final_offsets) == num_samples + 1 == len(self.checksums) + 1:
             raise DamagedShard(f"{self.path.name}: the index columns differ in length")
+        for bounds in (self.offsets, self.final_offsets):
+            if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any():
+                raise DamagedShard(f"{self.path.name}: the offsets do not rise from 0")
         size = self.path.stat().st_size
         for name, column in self._columns.items():
             expected = self.offsets[-1] if name in PER_ROW else self.final_offsets[-1]
@@ -213,6 +228,7 @@ class Shard:
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
         """The stored arrays of one sample, as views of the memory map (private: writing to them changes no file)."""
+        self.open()
         in_order, self._next_row = row == self._next_row, row + 1
         views = {}
         for name, column in self._columns.items():
@@ -224,6 +240,7 @@ class Shard:
 
     def index_arrays(self, row: int) -> dict[str, np.ndarray]:
         """Only the ids and masks of one sample, as views; nothing of its states is asked from the disk."""
+        self.open()
         start, stop = int(self.offsets[row]), int(self.offsets[row + 1])
         return {name: self._view(self._columns[name], start, stop) for name in INDEX}
 
@@ -241,6 +258,7 @@ class Shard:
         as torch's tensors do: kernels copy several times slower to memory that is not aligned like the file.
         Raises `DamagedShard` when the file ends before.
         """
+        self.open()
         column, bounds = self._columns[name], self.offsets if name in PER_ROW else self.final_offsets
         position = column.position + (int(bounds[row]) + first) * column.row_bytes
         rest = memoryview(out.reshape(-1).view(np.uint8))
@@ -278,4 +296,5 @@ class Shard:
 
 
 def _plain(value):
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return value.decode() if isinstance(value, bytes) else value

@@ -111,14 +111,12 @@ def _check(folder: Path, meta: StoreMeta, ledger: Ledger, readers: Executor | No
         report.num_tokens += place[2]
     for number in sorted(known):
         places = by_shard.get(number, [])
-        problem = None if places else "empty"
+        problem = None
         if number not in files:
             problem = f"{shard_name(number)} is missing"
         elif files[number].stat().st_size != known[number][1]:
             problem = f"{shard_name(number)} is {files[number].stat().st_size} bytes, not {known[number][1]}"
-        if problem == "empty":
-            continue
-        if problem is None:
+        elif places:
             problem = _check_shard(files[number], meta, places, readers, report)
         if problem is not None:
             report.problems.append(problem)
@@ -137,13 +135,15 @@ def _check_shard(path: Path, meta, places: list[tuple], readers: Executor | None
     for key, expected in meta.attributes().items():
         if shard.attributes.get(key) != expected:
             return f"{path.name}: {key} is {shard.attributes.get(key)!r}, store.json says {expected!r}"
-    for sample_id, _, num_tokens, _, row, checksum, _ in places:
+    for sample_id, source, num_tokens, _, row, checksum, _ in places:
         if row >= len(shard) or shard.ids[row] != sample_id:
             report.bad[sample_id] = f"{path.name} row {row} holds another sample"
         elif f"{int(shard.checksums[row]):016x}" != checksum:
             report.bad[sample_id] = f"{path.name} row {row}: its checksum differs from the ledger's"
         elif shard.offsets[row + 1] - shard.offsets[row] != num_tokens:
             report.bad[sample_id] = f"{path.name} row {row}: length differs from the ledger's"
+        elif shard.sources[row] != (source or "-"):  # as write_shard puts it
+            report.bad[sample_id] = f"{path.name} row {row}: its source differs from the ledger's"
     if readers is not None:
         good = [(place[0], place[4]) for place in places if place[0] not in report.bad]
         problems = readers.map(lambda item: row_problem(shard, item[1]), good)

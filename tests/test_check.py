@@ -41,6 +41,7 @@ FAULTS = {
     "not finite": (lambda t: t["fc.weight"].fill_(float("nan")), None, "fc.weight holds values that are not finite"),
     "constant": (lambda t: t["fc.weight"].zero_(), None, "fc.weight is constant"),
     "noise": (lambda t: t["fc.weight"].normal_(std=0.3), None, "fc.weight is random noise: it was never trained"),
+    "ones": (lambda t: t["midlayer.hidden_norm.weight"].fill_(1), None, "midlayer.hidden_norm.weight is 1 everywhere"),
     "wrong shape": (lambda t: t.update({"fc.weight": torch.ones(64, 64)}), None, "fc.weight has shape [64, 64]"),
     "no eagle_config": (None, lambda c: c.pop("eagle_config"), "SGLang would capture its default layers [1, 2, 2]"),
     "no draft vocabulary": (None, lambda c: c.pop("draft_vocab_size"), "no draft_vocab_size"),

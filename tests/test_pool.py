@@ -82,6 +82,15 @@ def test_a_server_that_fails_everything_beside_a_good_one_is_dead_before_it_uses
     assert not good.dead
 
 
+def test_no_server_is_given_up_where_all_fail_alike():
+    workers = [Worker(f"http://{name}", Path(".")) for name in "abc"]
+    pool = Pool(make_records(90), workers, max_tokens=10_000, max_tries=3, patience_seconds=100)
+    for _ in range(30):
+        for worker in workers:
+            pool.sample_failed(worker, pool.take(worker))
+    assert not any(worker.dead for worker in workers)
+
+
 def test_no_answer_in_time_is_the_servers_fault_unless_it_has_answered_others_since():
     worker = Worker("http://a", Path("."))
     pool = Pool(make_records(3), [worker], max_tokens=1000, max_tries=2, patience_seconds=100)

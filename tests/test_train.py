@@ -103,10 +103,10 @@ def test_a_stop_is_heeded_before_a_validation_and_after_the_last_one(make_config
     monkeypatch.setattr(BatchRunner, "validate", real)
     _, report = train(config)  # nothing left but that validation: speed and waiting are of the steps before
     assert [entry["step"] for entry in read_journal(folder, "validation")] == [2, 4]
-    last = read_journal(folder, "train")[-1]
-    assert report.steps == 4 and report.seconds > 0
-    assert report.tokens_per_second == pytest.approx(last["tokens_per_second"], abs=0.1)
-    assert report.wait_share == pytest.approx(last["wait_share"], abs=1e-4)
+    _, position = newest_whole_checkpoint(folder / "checkpoints", logging.getLogger())
+    assert report.steps == 4 and position.seconds > 0
+    assert report.tokens_per_second == pytest.approx(position.tokens / position.seconds, abs=0.1)
+    assert report.wait_share == pytest.approx(position.waited / position.seconds, abs=1e-4)
 
 
 def test_resume_with_other_parameters_is_refused_by_name(make_config):

@@ -4,6 +4,7 @@ import random
 import shutil
 import signal
 import sqlite3
+import traceback
 
 import h5py
 import pytest
@@ -176,6 +177,8 @@ def in_a_fork(work):
             with open(write, "w") as answer:
                 answer.write(json.dumps(work()))
             os._exit(0)
+        except Exception:  # noqa: BLE001 of a fork it would be lost
+            traceback.print_exc()
         finally:
             os._exit(1)
     os.close(write)

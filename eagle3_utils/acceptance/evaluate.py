@@ -115,7 +115,11 @@ class Evaluation:
             self.stage.log.warning("no training, or no %s: parity trusts the exported draft", weights)
             return self.draft
         config = TrainConfig.parse(done["config"] | {"model": self.config.model}, TrainConfig.stage)
-        return draft_of_training(config, self.stage.data).place(self.device, torch.float32)
+        try:
+            return draft_of_training(config, self.stage.data).place(self.device, torch.float32)
+        except UserError as error:  # the draft that a warm start began with is gone, say
+            self.stage.log.warning("parity trusts the exported draft: %s", error)
+            return self.draft
 
     def prompts(self, per_source: int, max_new_tokens: int) -> list[Prompt]:
         """Held-out prompts that leave room for an answer."""

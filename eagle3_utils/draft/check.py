@@ -19,6 +19,7 @@ from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
 from eagle3_utils.draft.export import LAYER_IDS, draft_config_of
 from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
+from eagle3_utils.draft.modules.rope import why_served_otherwise
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
@@ -115,6 +116,8 @@ def _check_config(files: DraftFiles, config: DraftConfig, target: Target, review
         problems.append("config.json has no max_position_embeddings: SGLang would take 2048")
     if values.get("rope_parameters") is None and values.get("rope_theta") is None:
         problems.append("config.json has neither rope_parameters nor rope_theta: SGLang would use theta 10000")
+    elif odd := why_served_otherwise(config.rope, config.layer_kind):
+        problems.append(f"{odd}: SGLang would serve it otherwise than it was trained")
     elif _same_rope(config.rope) != (trained := _same_rope(values.get("trained_rope") or target.rope)):
         line = f"RoPE {_same_rope(config.rope)} is not"
         if files.layout == "sglang":  # our own training mirrors the target's, or says what it took instead
@@ -171,12 +174,12 @@ def _check_tensors(files: DraftFiles, config: DraftConfig, target: Target, revie
             problems.append(f"{name} holds values that are not finite: every drafted token would be garbage")
         elif tensor.is_floating_point() and (why := why_untrained(tensor, is_random)):
             untrained[name] = f"{name} {why}: it was never trained or never loaded"
-    # A short training may leave a norm at 1 (bfloat16 is coarse there); not all that begin at 1 whatever the target.
+    # A short training may leave a norm that begins at 1 there (bfloat16 is coarse), but not all of them.
     own = {name for name in expected if name.startswith("fc_norm.") or name.endswith("input_layernorm.weight")}
     at_one = {name for name in untrained if tensors[name].dim() == 1}
     is_short = not own <= at_one or len(at_one) == 1
     for name, line in untrained.items():
-        if name in at_one and is_short:
+        if name in own & at_one and is_short:
             review.notes.append(f"{line}, or for a few steps only")
         else:
             problems.append(line)

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -133,6 +133,7 @@ class Trainer:
         config, position, total = self.config, self.position, self.schedule.total_steps()
         journal = Journal(self.folder, Path(config.run_dir).name) if self.ranks.is_first else None
         try:
+            self.began = replace(position)
             if position.step and self._is_due(config.validate_every_steps, total):  # checkpoints are written before it
                 self._validate(journal)
             for batches, waited in self.schedule.steps(position, total):
@@ -245,15 +246,17 @@ class Trainer:
         """Progress and one journal entry of the step just taken."""
         if journal is None:
             return
-        seconds = self.position.seconds
-        rate = self.position.tokens / seconds
-        left = (total - self.position.step) * seconds / self.position.step
+        position, began = self.position, self.began
+        seconds = position.seconds - began.seconds  # of this process: the machine may be another one
+        rate = (position.tokens - began.tokens) / seconds
+        left = (total - position.step) * seconds / (position.step - began.step)
         self.progress(
-            done=self.position.step, total=total, unit="steps", rate=round(rate, 1), rate_unit="tokens/s",
+            done=position.step, total=total, unit="steps", rate=round(rate, 1), rate_unit="tokens/s",
             eta_seconds=round(left), loss=round(entry["loss"], 4),
         )  # fmt: skip
         journal.write(
-            "train", self.position.step, **entry, tokens_per_second=rate, wait_share=self.position.waited / seconds,
+            "train", position.step, **entry, tokens_per_second=rate,
+            wait_share=(position.waited - began.waited) / seconds,
             total_steps=total, eta_seconds=round(left),
         )  # fmt: skip
 

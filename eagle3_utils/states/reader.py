@@ -1,4 +1,4 @@
-"""Reading one or several stores as one dataset. Open one reader per worker process; it pickles without its maps."""
+"""Reading one or several stores as one dataset. Open one reader per process and thread; it pickles without its maps."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ def chunked_loss(hidden: torch.Tensor, head: torch.Tensor, job: LossJob) -> tupl
         torch.zeros(num_rows, dtype=torch.bool, device=hidden.device),
         torch.zeros(num_rows, dtype=torch.bool, device=hidden.device),
     )
+    head = head if torch.is_grad_enabled() else head.detach()  # else `needs_input_grad` would ask for its gradient
     return _ChunkedLoss.apply(hidden, head, job, details), details
 
 

@@ -99,7 +99,7 @@ def warn_of_version(interpreter: Interpreter) -> None:
 
 def port_holder(port: int) -> str | None:
     """Who listens on a local TCP port, as "pid 123 (command)"; None when nobody does."""
-    pid = next(iter(found := listeners(port)), None)
+    pid = min((found := listeners(port)) - {None}, default=None)
     if pid is None:
         return "a process that cannot be seen (of another user, or in another container)" if found else None
     try:

@@ -117,7 +117,10 @@ def stop_orphans(folder: Path) -> list[str]:
     """
     stopped = []
     for path in folder.parent.glob("*/server-*.json"):
-        facts = json.loads(path.read_text())
+        try:
+            facts = json.loads(path.read_text())
+        except (ValueError, FileNotFoundError):  # cut by a crash; or its server has just been stopped
+            continue
         try:
             process = psutil.Process(facts["pid"])
             is_ours = process.environ().get(NONCE_VARIABLE) == facts["nonce"]
@@ -199,6 +202,12 @@ def _writer_of(handshake: Path) -> int | None:
     try:
         facts = json.loads(handshake.read_text())
         process, written = psutil.Process(facts["pid"]), facts.get("started", handshake.stat().st_mtime)
+        if nonce := facts.get("nonce"):  # a launch of ours
+            lives = process.environ().get(NONCE_VARIABLE) == nonce
+        else:
+            lives = process.create_time() <= written + _CLOCK_SECONDS
     except (ValueError, LookupError, TypeError, psutil.NoSuchProcess):
         return None
-    return process.pid if process.create_time() <= written + _CLOCK_SECONDS else None
+    except psutil.AccessDenied:
+        lives = True
+    return process.pid if lives else None

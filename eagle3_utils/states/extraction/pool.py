@@ -142,7 +142,7 @@ class Pool:
     def sample_failed(self, worker: Worker, task: Task) -> bool:
         """An attempt failed because of the sample; returns True when the sample is now given up.
 
-        After `SICK_AFTER_FAILURES` in a row it is the server that is at fault, if there is another one: it is dead.
+        After `SICK_AFTER_FAILURES` in a row it is the server that is at fault, if another one is well: it is dead.
         """
         with self._lock:
             self._leave(worker, task)
@@ -204,8 +204,9 @@ class Pool:
 
     def _blame(self, worker: Worker, task: Task, what: str) -> bool:
         worker.failed_in_a_row[what] += 1
-        others = any(not other.dead for other in self.workers if other is not worker)
-        if others and (number := worker.failed_in_a_row[what]) >= SICK_AFTER_FAILURES and not worker.dead:
+        number, few = worker.failed_in_a_row[what], SICK_AFTER_FAILURES // 4  # where all fail, no server is at fault
+        others = any(not other.dead and other.failed_in_a_row[what] < few for other in self.workers)
+        if others and number >= SICK_AFTER_FAILURES and not worker.dead:
             log.warning("%d %s in a row of %s were no good: the others go on without it", number, what, worker.url)
             worker.dead = True
             self._wake_all()

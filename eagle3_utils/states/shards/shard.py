@@ -194,12 +194,12 @@ class Shard:
         if self._map is not None:
             return
         try:
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             for name in ("aux", "final"):
                 descriptor = os.open(self.path, os.O_RDONLY)
                 self._descriptors[name], self._closing[name] = descriptor, weakref.finalize(self, os.close, descriptor)
-        except OSError as error:
+            with open(self.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError as error:
             raise DamagedShard(f"{self.path.name}: {error}") from error
 
     def release(self) -> None:

@@ -202,12 +202,6 @@ def _writer_of(handshake: Path) -> int | None:
     try:
         facts = json.loads(handshake.read_text())
         process, written = psutil.Process(facts["pid"]), facts.get("started", handshake.stat().st_mtime)
-        if nonce := facts.get("nonce"):  # a launch of ours
-            lives = process.environ().get(NONCE_VARIABLE) == nonce
-        else:
-            lives = process.create_time() <= written + _CLOCK_SECONDS
     except (ValueError, LookupError, TypeError, psutil.NoSuchProcess):
         return None
-    except psutil.AccessDenied:
-        lives = True
-    return process.pid if lives else None
+    return process.pid if process.create_time() <= written + _CLOCK_SECONDS else None

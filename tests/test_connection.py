@@ -1,6 +1,7 @@
 """Requests to a server that answers, closes idle connections, breaks off, hangs, or is not there."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ class RawServer:
             self.num_connections += 1
             with connection:
                 while self.manners:
-                    if not connection.recv(1 << 16):
+                    if not read_request(connection):
                         break
                     manner = self.manners.pop(0)
                     if manner.startswith("answer"):
@@ -38,6 +39,17 @@ class RawServer:
                     if manner != "answer":
                         break
         self._listener.close()
+
+
+def read_request(connection: socket.socket) -> bool:
+    """Whether a whole request came, whose head and body may arrive apart, and not the client's end."""
+    received = b""
+    while part := connection.recv(1 << 16):
+        received += part
+        head, end, body = received.partition(b"\r\n\r\n")
+        if end and len(body) == int(re.search(rb"Content-Length: (\d+)", head)[1]):
+            return True
+    return False
 
 
 def test_a_connection_is_kept_and_made_again_when_the_server_closed_it_idle():

@@ -179,7 +179,7 @@ def _check_tensors(files: DraftFiles, config: DraftConfig, target: Target, revie
     at_one = {name for name in untrained if tensors[name].dim() == 1}
     is_short = not own <= at_one or len(at_one) == 1
     for name, line in untrained.items():
-        if name in own & at_one and is_short:
+        if name in own and is_short:
             review.notes.append(f"{line}, or for a few steps only")
         else:
             problems.append(line)

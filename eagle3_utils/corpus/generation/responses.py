@@ -68,7 +68,7 @@ def read_responses(path: Path) -> dict[str, Response]:
     for raw in read_file(path):
         if broken is not None:
             raise UserError(broken.problem or "not a response", f"{broken.file}:{broken.line}")
-        if raw.problem or not isinstance(raw.value, dict) or "id" not in raw.value or "text" not in raw.value:
+        if raw.problem or "id" not in raw.value or "text" not in raw.value:
             broken = raw  # forgiven only if nothing follows
         else:
             responses[raw.value["id"]] = raw.value

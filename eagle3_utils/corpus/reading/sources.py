@@ -60,13 +60,17 @@ class SourceSpec(BaseModel):
 
 @dataclass(slots=True)
 class RawRecord:
-    """A record as read: `value`, or the `problem` that kept it from being read, and where it stands."""
+    """A record as read: `value`, or the `problem` that keeps it from being taken, and where it stands."""
 
     file: str
     line: int
     value: dict[str, Any] | None = None
     problem: str | None = None
     size: int = 0  # about how many bytes the value had in the file
+
+    def __post_init__(self):
+        if self.problem is None and not isinstance(self.value, dict):
+            self.problem = "not a JSON object"
 
 
 def parse_sources(sources: list[dict[str, Any]], data_folder: Path) -> list[SourceSpec]:
@@ -103,9 +107,8 @@ def source_files(spec: SourceSpec) -> list[Path]:
         files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
     if not files:
         raise UserError("no such file", f"sources: {spec.name}: {spec.path}", exit_code=2)
-    for file in files:
-        if not file.name.endswith(_SUFFIXES):
-            raise UserError(f"cannot read this kind; known are {', '.join(_SUFFIXES)}", str(file), exit_code=2)
+    if unknown := [file for file in files if not file.name.endswith(_SUFFIXES)]:
+        raise UserError(f"cannot read this kind; known are {', '.join(_SUFFIXES)}", str(unknown[0]), exit_code=2)
     return files
 
 
@@ -120,10 +123,7 @@ def file_labels(spec: SourceSpec) -> dict[str, str]:
 
 def read_source(spec: SourceSpec) -> Iterator[RawRecord]:
     """All records of a source, in order, one at a time."""
-    records = _read_hf(spec) if spec.hf else (raw for file in source_files(spec) for raw in read_file(file))
-    for raw in records:
-        is_told = raw.problem or isinstance(raw.value, dict)
-        yield raw if is_told else RawRecord(raw.file, raw.line, problem="not a JSON object")
+    yield from _read_hf(spec) if spec.hf else (raw for file in source_files(spec) for raw in read_file(file))
 
 
 def read_file(path: Path) -> Iterator[RawRecord]:
@@ -140,8 +140,8 @@ def read_file(path: Path) -> Iterator[RawRecord]:
 def read_whole(path: Path) -> Iterator[RawRecord]:
     """The JSON objects of a file that must be sound: `UserError`, with file and line, for anything else in it."""
     for raw in read_file(path):
-        if raw.problem or not isinstance(raw.value, dict):
-            raise UserError(raw.problem or "not a JSON object", f"{raw.file}:{raw.line}")
+        if raw.problem:
+            raise UserError(raw.problem, f"{raw.file}:{raw.line}")
         yield raw
 
 

@@ -36,7 +36,7 @@ def wait_for_turn(gate: str | None) -> None:
 
 
 def compare(args, shapes: dict[str, tuple]) -> None:
-    """Run everything and print one JSON line per result and a table of ratios."""
+    """Run everything and print one JSON line per result and a table of ratios; exits with 1 when something failed."""
     with tempfile.TemporaryDirectory() as folder:
         runs = _start_all(args, shapes, Path(folder))
         results = []
@@ -46,6 +46,8 @@ def compare(args, shapes: dict[str, tuple]) -> None:
             for result in found:
                 print(json.dumps(result), flush=True)
     _print_table(args, results)
+    if failed := [result for result in results if "error" in result]:
+        sys.exit("\n".join(f"{result['run']} failed: {_last_line(result['error'])}" for result in failed))
 
 
 def _start_all(args, shapes, folder: Path) -> dict[str, tuple[subprocess.Popen, Path]]:
@@ -102,6 +104,10 @@ def _let_through(name: str, process: subprocess.Popen, gate: Path) -> list[dict]
     if not found:
         return [{"run": name, "error": Path(f"{gate}.err").read_text()[-1500:], "exit_code": process.returncode}]
     return found
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def _same_names(result: dict) -> dict:

@@ -79,6 +79,9 @@ class Bench:
         with torch.device(self.device):
             embed = (torch.randn(vocab_size, hidden) * 0.02).to(self.dtype)
             self.model = DraftModel(config, vocab, embed)
+            for parameter in self.model.parameters():
+                if parameter.dim() == 2:
+                    torch.nn.init.normal_(parameter, std=0.02)
         self.model.place(self.device, self.dtype, args.frozen_on_host)
         options = TrainConfig(ttt_steps=args.ttt_steps, max_rows_at_once=args.rows)
         self.runner = BatchRunner(self.model, self._teacher(ids), options, most_frequent=0)

@@ -51,9 +51,14 @@ def gradients_of(result, model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
+           v_head_dim=6)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, MLA], ids=["llama", "mla"])
 @pytest.mark.parametrize("lengths", [[90, 3, 200, 1, 29], [40]])
-def test_loss_and_gradients_equal_those_of_plain_products(lengths, plain_kernels):
-    model, head = small_model()
+def test_loss_and_gradients_equal_those_of_plain_products(lengths, changes, plain_kernels):
+    model, head = small_model(**changes)
     batch = random_batch(lengths)
     plain, _ = unroll(model, head, batch, attend=eager_attention)
     expected = gradients_of(plain, model)

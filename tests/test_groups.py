@@ -1,10 +1,13 @@
 """A plan cut into groups of slots does the same work: loss, counts, every gradient."""
 
+import weakref
+
 import pytest
 import torch
 from draft_reference import PLAIN_LOGITS, random_batch, small_model
 
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.unrolling import groups
 from eagle3_utils.draft.unrolling.attention import eager_attention
 from eagle3_utils.draft.unrolling.groups import unroll_in_groups
 from eagle3_utils.draft.unrolling.plan import plan_unroll
@@ -49,3 +52,22 @@ def test_without_gradients_groups_only_count():
         result = unroll_in_groups(model, batch, parts, teacher, OPTIONS, plan.num_supervised, None, attentions)
     assert result.counts.supervised.tolist() == plan.num_supervised.tolist()
     assert model.lm_head.weight.grad is None and not result.loss.requires_grad
+
+
+def test_a_groups_graph_is_gone_before_the_next_begins(monkeypatch):
+    losses = []
+
+    def watched(*args):
+        assert all(loss() is None for loss in losses)
+        result = training_time_test(*args)
+        losses.append(weakref.ref(result.loss))
+        return result
+
+    monkeypatch.setattr(groups, "training_time_test", watched)
+    model, head = small_model()
+    teacher, batch = Teacher(head, model.target_ids, PLAIN_LOGITS), random_batch([17, 3, 60])
+    plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, STEPS)
+    parts = plan.split(25)
+    attentions = [eager_attention(part) for part in parts]
+    unroll_in_groups(model, batch, parts, teacher, OPTIONS, plan.num_supervised, None, attentions)
+    assert len(losses) == len(parts) > 1

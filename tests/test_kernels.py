@@ -64,3 +64,21 @@ def test_other_widths_and_older_gpus_keep_version_2(monkeypatch):
     assert chosen(width=64) == (kernels._forward_2, kernels._backward_2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert chosen() == (kernels._forward_2, kernels._backward_2)
+
+
+def test_values_narrower_than_keys_are_filled_up_with_zeros(monkeypatch):
+    def compute(query, keys, values, spans, scale):
+        assert values.shape == keys.shape and not values[..., 5:].any()
+        return query + 1, query.sum(-1).T
+
+    def differentiate(upstream, query, attended, keys, values, lse, spans, scale):
+        for narrow in (upstream, attended, values):
+            assert narrow.shape[-1] == query.shape[-1] and not narrow[..., 5:].any()
+        return query, keys, values * 2
+
+    monkeypatch.setattr(kernels, "_kernels_for", lambda query, keys: (compute, differentiate))
+    query, keys, values = torch.randn(4, 6, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 5)
+    attended, lse = kernels.forward(query, keys, values, None, 1.0)
+    assert torch.equal(attended, query[..., :5] + 1) and lse.shape == (4, 6)
+    by_query, by_keys, by_values = kernels.backward(attended, query, attended, keys, values, lse, None, 1.0)
+    assert by_query is query and by_keys is keys and torch.equal(by_values, values * 2)

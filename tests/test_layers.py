@@ -2,8 +2,17 @@
 
 import torch
 from draft_reference import small_config, small_model
+from torch import nn
 
 from eagle3_utils.draft.modules.layers import MLP, LlamaAttention, MLAttention, RMSNorm
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    """The module with random matrices; a draft's begin unset."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return module
 
 
 def test_norm_divides_by_the_root_mean_square():
@@ -14,16 +23,16 @@ def test_norm_divides_by_the_root_mean_square():
 
 
 def test_mlp_gates_with_silu():
-    mlp, norm, x = MLP(3, 5), RMSNorm(3, 1e-5), torch.randn(2, 3)
+    mlp, norm, x = drawn(MLP(3, 5)), RMSNorm(3, 1e-5), torch.randn(2, 3)
     normed = norm(x)
     gate, up = normed @ mlp.gate_proj.weight.T, normed @ mlp.up_proj.weight.T
     torch.testing.assert_close(mlp(x, norm), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
 
 
 def test_llama_latents_split_into_keys_and_values():
-    attention, both = LlamaAttention(small_config()), torch.randn(3, 64)
+    attention, both = drawn(LlamaAttention(small_config())), torch.randn(3, 64)
     zero, one = torch.zeros(3, 1, 4), torch.ones(3, 1, 4)
-    keys, values = attention.keys_values(both @ attention.key_value_weight().T, one, zero)  # no rotation
+    keys, values = attention.keys_values(both @ torch.cat(attention.key_value_weights()).T, one, zero)  # no rotation
     torch.testing.assert_close(keys, attention.k_proj(both).view(3, 2, 8))
     torch.testing.assert_close(values, attention.v_proj(both).view(3, 2, 8))
 
@@ -33,11 +42,11 @@ MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk
 
 
 def test_mla_scores_equal_deepseeks_interleaved_rotation():
-    attention, both = MLAttention(small_config(**MLA)), torch.randn(2, 64)
+    attention, both = drawn(MLAttention(small_config(**MLA))), torch.randn(2, 64)
     angle = torch.tensor([[0.3, 0.7], [1.1, 0.2]])
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     query = attention.queries(both @ attention.query_weight().T, cos, sin)
-    keys, _ = attention.keys_values(both @ attention.key_value_weight().T, cos, sin)
+    keys, _ = attention.keys_values(both @ torch.cat(attention.key_value_weights()).T, cos, sin)
     q = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(both))).view(2, 4, 12)
     latent = attention.kv_a_proj_with_mqa(both)
     k = attention.kv_b_proj(attention.kv_a_layernorm(latent[:, :12])).view(2, 4, 14)[..., :8]

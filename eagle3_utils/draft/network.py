@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle3_utils.draft.modules.layers import DraftLayer, RMSNorm
+from eagle3_utils.draft.modules.layers import DraftLayer, Linear, RMSNorm
 from eagle3_utils.draft.modules.rope import RotaryEmbedding, rope_as_served
 from eagle3_utils.draft.vocab import VocabMap
 
@@ -77,7 +77,7 @@ class DraftCache:
 
 
 class DraftModel(nn.Module):
-    """Weights of a draft and its inference. Training unrolls the same parts in unroll.py.
+    """Weights of a draft and its inference. Training unrolls the same parts in unroll.py. Matrices begin unset.
 
     embed_tokens: the target's [V, H], frozen. vocab: the draft vocabulary, kept in buffers d2t, t2d.
     """
@@ -89,10 +89,10 @@ class DraftModel(nn.Module):
             self.fc_norm = nn.ModuleList(
                 RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(config.num_aux_layers)
             )
-        self.fc = nn.Linear(config.num_aux_layers * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(config.num_aux_layers * config.hidden_size, config.hidden_size)
         self.midlayer = DraftLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
         self.register_buffer("d2t", vocab.d2t.clone())
         self.register_buffer("t2d", vocab.t2d.clone())
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
@@ -163,7 +163,8 @@ class DraftModel(nn.Module):
         both = torch.cat([layer.input_layernorm(self.embed(token_ids)), layer.hidden_norm(hidden)], dim=-1)
         cos, sin = self.rotary(position_ids)
         query = attention.queries(F.linear(both, attention.query_weight()), cos, sin)
-        cache.append(*attention.keys_values(F.linear(both, attention.key_value_weight()), cos, sin))
+        latent = torch.cat([F.linear(both, weight) for weight in attention.key_value_weights()], dim=-1)
+        cache.append(*attention.keys_values(latent, cos, sin))
         if mask is None:
             new, total = len(query), len(cache)
             mask = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)

@@ -52,8 +52,6 @@ from eagle3_utils.target import load_target
 _FREE = ("device", "num_gpus", "sharding", "validate_every_steps", "checkpoint_every_steps", "keep_checkpoints",
          "max_nonfinite_in_a_row", "prefetch_batches", "max_rows_at_once", "frozen_on_host", "model", "more_data",
          "trust_remote_code")  # fmt: skip
-
-
 REPORT = "report.json"
 
 
@@ -121,6 +119,7 @@ class Trainer:
             self.model.parameters(), config.weight_decay, config.max_grad_norm,
             sum_over_ranks=ranks.sum if self.sharded else None,
         )  # fmt: skip
+        self.log.info("%d samples, %.1f M weights", len(reader), sum(p.numel() for p in self.model.parameters()) / 1e6)
         self.position = Position(parameters=self._decisive() | {"states": reader.content_hash()})
         self._resume()
         teacher = Teacher.for_model(self.model, self.target, config.frozen_on_host)
@@ -141,6 +140,8 @@ class Trainer:
                 entry = self._optimise(batches, total)
                 position.seconds += waited + time.perf_counter() - began
                 position.waited += waited
+                if position.step == self.began.step + 1:
+                    self.log.info("first step after %.1f s", position.seconds - self.began.seconds)
                 self._tell(journal, entry, total)
                 stopping = self._is_stopping(stop)
                 if stopping or self._is_due(config.checkpoint_every_steps, total):
@@ -287,8 +288,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     path = Path(sys.argv[1])
     try:
-        config = TrainConfig.parse(yaml.safe_load(path.read_text()), str(path))
-        _, report = train(config)
+        _, report = train(TrainConfig.parse(yaml.safe_load(path.read_text()), str(path)))
     except UserError as error:
         sys.exit(f"eagle3: {error}")
     except KeyboardInterrupt:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from eagle3_utils.devices import to_device
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
@@ -59,11 +58,12 @@ def prefix_states(model: DraftModel, batch) -> PrefixStates:
     fused = model.project(batch.aux)  # [T, H]
     # Both first maps read concat(embedding, hidden). Their embedding half is computed once per token for all steps.
     query_by_embed, _ = halves(attention.query_weight())
-    kv_by_embed, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
+    kv_by_embed, kv_by_hidden = zip(*map(halves, attention.key_value_weights()), strict=True)
     embeds = layer.input_layernorm(model.embed(batch.input_ids, getattr(batch, "embeds", None)))  # [T, H]
-    embed_query, embed_kv = linear(embeds, query_by_embed), F.linear(embeds, kv_by_embed)
+    embed_query = linear(embeds, query_by_embed)
+    embed_kv = torch.cat([linear(embeds, weight) for weight in kv_by_embed], dim=-1)
     norm = layer.hidden_norm
-    (kv_of_fused,) = normed_linears(fused, norm.weight, norm.eps, kv_by_hidden)
+    kv_of_fused = torch.cat(normed_linears(fused, norm.weight, norm.eps, *kv_by_hidden), dim=-1)
     cos, sin = model.rotary(batch.position_ids)
     next_kv = torch.cat([embed_kv[1:], embed_kv[-1:]])  # slot t takes token t+1; a document's last slot is never seen
     keys, values = attention.keys_values(next_kv + kv_of_fused, cos, sin)
@@ -77,7 +77,7 @@ def unrolled_hidden(
     layer, attention, norm, rows = model.midlayer, model.midlayer.self_attn, model.midlayer.hidden_norm, plan.rows
     prefix = prefix or prefix_states(model, batch)
     _, query_by_hidden = halves(attention.query_weight())
-    _, kv_by_hidden = attention.key_value_weight().chunk(2, dim=1)
+    _, kv_by_hidden = zip(*map(halves, attention.key_value_weights()), strict=True)
     hidden = prefix.fused.index_select(0, rows)
     own_keys, own_values, outputs = [], [], []
     for step, count in enumerate(plan.num_rows):
@@ -87,8 +87,8 @@ def unrolled_hidden(
         cos, sin = model.rotary(batch.position_ids[rows[:count]] + step)
         if step:
             hidden = model.next_input(hidden, outputs[-1])[:count]
-            of_hidden, kv_of_hidden = normed_linears(hidden, norm.weight, norm.eps, query_by_hidden, kv_by_hidden)
-            latent = prefix.embed_kv.index_select(0, tokens) + kv_of_hidden
+            of_hidden, *kv_of_hidden = normed_linears(hidden, norm.weight, norm.eps, query_by_hidden, *kv_by_hidden)
+            latent = prefix.embed_kv.index_select(0, tokens) + torch.cat(kv_of_hidden, dim=-1)
             key, value = attention.keys_values(latent, cos, sin)
             own_keys, own_values = [k[:count] for k in own_keys] + [key], [v[:count] for v in own_values] + [value]
         else:
@@ -122,7 +122,8 @@ def training_time_test(
     outputs = unrolled_hidden(model, batch, plan, attend, prefix)
     divisor = (plan.num_supervised if num_supervised is None else num_supervised).clamp(min=1)
     scale = torch.tensor(options.step_weights, dtype=torch.float64) / divisor.cpu()
-    hidden = torch.cat(outputs) if outputs else model.fc.weight.new_zeros(0, model.config.hidden_size)
+    spare = model.fc.weight.new_zeros(1, model.config.hidden_size)  # for places of `pair_index` without a pair
+    hidden = torch.cat([*outputs, spare])
     del outputs
     job = LossJob(
         teacher=teacher,
@@ -133,7 +134,7 @@ def training_time_test(
         options=options,
     )
     loss, details = chunked_loss(hidden, model.lm_head.weight, job)
-    del hidden  # as large as a step's states, and done with
+    del hidden  # as large as all steps' states, and done with
     if plan.num_hidden == 0:  # every weight has a gradient all the same: sharded ranks must sum the same ones
         loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters() if parameter.requires_grad)
     has_pair = plan.pair_index < plan.num_hidden

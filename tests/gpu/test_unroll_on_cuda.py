@@ -61,14 +61,16 @@ def test_gpu_step_equals_cpu_step(changes, max_rows, kind):
             assert float(error) < 2e-2, f"{name}: {float(error):.4f}"
 
 
-@pytest.mark.parametrize("width", [64, 128])  # FlashAttention 2, and 4 where it is installed
+@pytest.mark.parametrize(  # FlashAttention 2, 4 where it is installed, and values narrower than keys
+    "changes", [{"head_dim": 64}, {"head_dim": 128}, MLA | {"v_head_dim": 24}], ids=["64", "128", "mla"]
+)
 @pytest.mark.parametrize("max_rows", [None, 100])
-def test_flash_step_equals_flex_step(max_rows, width):
-    model, head = small_model(head_dim=width)
+def test_flash_step_equals_flex_step(max_rows, changes):
+    model, head = small_model(**changes)
     for seed, lengths in enumerate(([130, 260, 7], [300, 41])):
         common = random_batch(lengths, seed=seed), "cuda", max_rows, "soft", False, torch.bfloat16
         flex = step(model, head, *common, attention=lambda plan: flex_attention_of(plan.to("cuda")))
-        assert has_flash(torch.device("cuda"), torch.bfloat16, width)
+        assert has_flash(torch.device("cuda"), torch.bfloat16, model.midlayer.self_attn.key_width)
         flash = step(model, head, *common)
         assert flash[0] == pytest.approx(flex[0], rel=1e-2)
         for name, expected in flex[2].items():

@@ -31,14 +31,25 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """A linear map without bias. Its weight is left as allocated, since a draft's weights are always drawn
+    (`initial.py`) or loaded afterwards, and PyTorch's own would cost 13 s at Kimi-K2.5's width."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class MLP(nn.Module):
     """down(silu(gate(n)) * up(n)) of the normed input n."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x [N, H], not normed yet -> [N, H]."""
@@ -52,11 +63,12 @@ class LlamaAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.key_width = self.value_width = self.head_dim
         width = 2 * config.hidden_size
-        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Linear(width, self.num_heads * self.head_dim)
+        self.k_proj = Linear(width, self.num_kv_heads * self.head_dim)
+        self.v_proj = Linear(width, self.num_kv_heads * self.head_dim)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size)
         self.scale = self.head_dim**-0.5
 
     @property
@@ -67,9 +79,9 @@ class LlamaAttention(nn.Module):
         """First map of the queries, [query latent, 2H]: a leaf."""
         return self.q_proj.weight
 
-    def key_value_weight(self) -> torch.Tensor:
-        """First map of keys and values, [key-value latent, 2H]."""
-        return torch.cat([self.k_proj.weight, self.v_proj.weight])
+    def key_value_weights(self) -> tuple[torch.Tensor, ...]:
+        """First map of keys and values, [key-value latent, 2H] in all: leaves, one below the other."""
+        return self.k_proj.weight, self.v_proj.weight
 
     def queries(self, latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """latent [N, A·E] -> rotated queries [N, A, E]."""
@@ -96,23 +108,24 @@ class MLAttention(nn.Module):
         self.num_heads = self.num_kv_heads = config.num_heads
         self.nope_dim, self.rotary_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.v_head_dim, self.kv_lora_rank = config.v_head_dim, config.kv_lora_rank
+        self.key_width, self.value_width = self.nope_dim + self.rotary_dim, self.v_head_dim
         width, heads = 2 * config.hidden_size, self.num_heads
-        self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
+        self.q_a_proj = Linear(width, config.q_lora_rank)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, 1e-6)  # DeepSeek's own constant, not rms_norm_eps
-        self.q_b_proj = nn.Linear(config.q_lora_rank, heads * (self.nope_dim + self.rotary_dim), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(width, config.kv_lora_rank + self.rotary_dim, bias=False)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * self.key_width)
+        self.kv_a_proj_with_mqa = Linear(width, config.kv_lora_rank + self.rotary_dim)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, 1e-6)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * (self.nope_dim + self.v_head_dim), bias=False)
-        self.o_proj = nn.Linear(heads * self.v_head_dim, config.hidden_size, bias=False)
-        self.scale = (self.nope_dim + self.rotary_dim) ** -0.5 * _yarn_softmax_factor(config.rope)
+        self.kv_b_proj = Linear(config.kv_lora_rank, heads * (self.nope_dim + self.v_head_dim))
+        self.o_proj = Linear(heads * self.v_head_dim, config.hidden_size)
+        self.scale = self.key_width**-0.5 * _yarn_softmax_factor(config.rope)
 
     def query_weight(self) -> torch.Tensor:
         """First map of the queries, [query latent, 2H]: a leaf."""
         return self.q_a_proj.weight
 
-    def key_value_weight(self) -> torch.Tensor:
-        """First map of keys and values, [key-value latent + rotary, 2H]."""
-        return self.kv_a_proj_with_mqa.weight
+    def key_value_weights(self) -> tuple[torch.Tensor, ...]:
+        """First map of keys and values, [key-value latent + rotary, 2H]: a leaf."""
+        return (self.kv_a_proj_with_mqa.weight,)
 
     def queries(self, latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """latent [N, q_lora_rank] -> queries [N, A, nope + rotary]."""

@@ -19,7 +19,7 @@ from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
-_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 192 << 20}
+_CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
 
 
 @dataclass

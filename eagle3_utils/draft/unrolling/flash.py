@@ -76,17 +76,17 @@ def span_layout(plan: UnrollPlan) -> SpanLayout:
 
 def attention_for(model: DraftModel) -> Callable[[UnrollPlan], Attention]:
     """What makes the attention of a plan (on the CPU) for a model where it is: on CUDA the flash kernels, or flex
-    attention for what those do not take (float32, keys wider than values); elsewhere plain products."""
-    config, device, dtype = model.config, model.fc.weight.device, model.fc.weight.dtype
+    attention for what those do not take (float32, values wider than keys); elsewhere plain products."""
+    attention, device, dtype = model.midlayer.self_attn, model.fc.weight.device, model.fc.weight.dtype
     if device.type != "cuda":
         return eager_attention
-    if config.layer_kind == "llama" and has_flash(device, dtype, config.head_dim):
+    if attention.value_width <= attention.key_width and has_flash(device, dtype, attention.key_width):
         return lambda plan: flash_attention(plan, device)
     return lambda plan: flex_attention_of(plan.to(device))
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernels take heads of such a width there, keys and values alike."""
+    """Whether the kernels take heads of such a width there."""
     return (
         device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()

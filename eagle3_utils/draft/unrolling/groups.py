@@ -40,19 +40,24 @@ def unroll_in_groups(
     options = replace(options, head_gradient_at_once=torch.is_grad_enabled())
     prefix = prefix_states(model, batch)
     leaves = PrefixStates(*(t.detach().requires_grad_(t.requires_grad) for t in _tensors(prefix)))
-    results, total = [], 0.0
-    for part, attend in zip(parts, attentions, strict=True):
-        result = training_time_test(model, batch, part, teacher, options, num_supervised, covered, attend, leaves)
-        if result.loss.requires_grad:
-            result.loss.backward()
-        total = total + result.loss.detach()
-        results.append(result)
+    results = [
+        _taken_back(training_time_test(model, batch, part, teacher, options, num_supervised, covered, attend, leaves))
+        for part, attend in zip(parts, attentions, strict=True)
+    ]
+    total = sum(result.loss for result in results)
     if leaves.fused.requires_grad:
         gradients = [leaf.grad for leaf in _tensors(leaves)]
         total = _Rest.apply(total, gradients, *_tensors(prefix))
     joined = (torch.cat([getattr(result, name) for result in results]) for name in ("slots", "supervised", "correct"))
     counts = sum((result.counts for result in results[1:]), results[0].counts)
     return UnrollResult(total, counts, *joined, covered)
+
+
+def _taken_back(result: UnrollResult) -> UnrollResult:
+    """The result of a part whose gradients are where they belong, and whose graph, with all it refers to, is gone."""
+    if result.loss.requires_grad:
+        result.loss.backward()
+    return replace(result, loss=result.loss.detach())
 
 
 def _tensors(prefix: PrefixStates) -> list[torch.Tensor]:

@@ -2,9 +2,10 @@
 
 Version 2 comes with PyTorch. Version 4 (`flash-attn-4`, a dependency of SGLang) is made for Hopper and later. It takes
 3 to 5 % off the step of an 8B or Kimi-K2.5 shape, and over a minute to compile in every process, so heads of width 64,
-those of small models, stay with version 2. It is believed only once it has agreed with version 2 here.
+those of small models, stay with version 2. It is believed only once it has agreed with version 2 here. Values that are
+narrower than keys (MLA) are filled up with zeros.
 
-P places in spans · A query heads · K key-value heads · E width.
+P places in spans · A query heads · K key-value heads · E width of queries and keys · F ≤ E width of values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 logger = logging.getLogger("eagle3.train")
 _WIDTH_OF_VERSION_4 = 128
@@ -31,16 +33,28 @@ class Spans:
 
 
 def forward(query, keys, values, spans: Spans, scale: float):
-    """query [P, A, E], keys and values [slots, K, E] -> attended [P, A, E], log-sum-exp float32 [P, A]."""
+    """query [P, A, E], keys [slots, K, E], values [slots, K, F] -> attended [P, A, F], log-sum-exp float32 [P, A]."""
     compute, _ = _kernels_for(query, keys)
-    attended, lse = compute(query, keys, values, spans, scale)
-    return attended, lse.T
+    width = values.shape[-1]
+    attended, lse = compute(query, keys, _filled_up(values, query), spans, scale)
+    return attended[..., :width], lse.T
 
 
 def backward(upstream, query, attended, keys, values, lse, spans: Spans, scale: float):
     """Gradients by query, keys and values, given what the queries attended to and its log-sum-exp [P, A]."""
     _, compute = _kernels_for(query, keys)
-    return compute(upstream, query, attended, keys, values, lse.T.contiguous(), spans, scale)
+    width = values.shape[-1]
+    upstream, attended, values = (_filled_up(part, query) for part in (upstream, attended, values))
+    by_query, by_keys, by_values = compute(
+        upstream, query, attended, keys, values, lse.T.contiguous(), spans, scale
+    )[:3]  # fmt: skip
+    return by_query, by_keys, by_values[..., :width]
+
+
+def _filled_up(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The tensor with zeros up to the query's width."""
+    missing = query.shape[-1] - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _forward_2(query, keys, values, spans: Spans, scale: float):

@@ -3,7 +3,7 @@
 A supervised token is predicted by up to S slots, one per step, and all of them have the same teacher row. So the work
 goes by teacher row: one row of teacher logits, S rows of draft logits. Gradients are taken while a chunk's logits
 exist (they are linear in the scalar that backward brings), which costs three products with `lm_head` per position and
-keeps nothing but two gradients.
+keeps nothing but two gradients, that by the hidden states in the place of these.
 
 M teacher rows · C of them in a chunk · S steps · H hidden · D draft vocabulary.
 """
@@ -67,7 +67,11 @@ class LossDetails:
 
 
 def chunked_loss(hidden: torch.Tensor, head: torch.Tensor, job: LossJob) -> tuple[torch.Tensor, LossDetails]:
-    """Σ over pairs of step_scale · loss. hidden [rows, H]: normed states of all steps end to end; head [D, H]."""
+    """Σ over pairs of step_scale · loss.
+
+    hidden [rows + 1, H]: normed states of all steps end to end, then zeros, where places without a pair point. Where
+    gradients are wanted it is overwritten by its own. head [D, H].
+    """
     num_rows, num_steps = job.pair_index.shape
     details = LossDetails(
         torch.zeros(num_rows, num_steps, device=hidden.device),
@@ -84,28 +88,25 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, job, details):
         wants_gradient, wants_head_gradient = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
-        num_steps, num_hidden, options = job.pair_index.shape[1], len(hidden), job.options
-        chunk = max(1, options.chunk_bytes // (num_steps * len(head) * 4))
-        hidden_gradient = hidden.new_zeros(num_hidden + 1, hidden.shape[1]) if wants_gradient else None
-        at_once = options.head_gradient_at_once and wants_head_gradient
+        at_once = job.options.head_gradient_at_once and wants_head_gradient
         head_gradient = torch.zeros_like(head) if wants_head_gradient and not at_once else None
-        outside = job.teacher.outside(job.final, job.covered, options.want_overlap)
+        outside = job.teacher.outside(job.final, job.covered, job.options.want_overlap)
+        chunk = max(1, job.options.chunk_bytes // (job.pair_index.shape[1] * len(head) * 4))
         total = torch.zeros((), device=hidden.device)
-        for first in range(0, len(job.pair_index) if num_hidden else 0, chunk):
+        for first in range(0, len(job.pair_index) if len(hidden) > 1 else 0, chunk):
             rows = slice(first, first + chunk)
-            pairs = job.pair_index[rows]
-            inputs = hidden.index_select(0, pairs.flatten().clamp(max=num_hidden - 1))  # [C·S, H]
-            logits = (inputs @ head.T).unflatten(0, (-1, num_steps))  # [C, S, D]
-            teacher = job.teacher(job.final[rows], outside.rows(rows))
-            total += _chunk(logits, teacher, pairs < num_hidden, rows, job, details, wants_gradient)
-            if wants_gradient:
-                gradient = logits.flatten(0, 1)  # now in their place
-                hidden_gradient[pairs.flatten()] = gradient @ head  # rows without a pair go to the spare last row
-                if at_once:
-                    add_weight_gradient(head, gradient, inputs)
-                elif wants_head_gradient:
-                    head_gradient.addmm_(gradient.T, inputs)
-        ctx.gradients = [hidden_gradient, head_gradient]
+            loss, inputs, gradient = _chunk(hidden, head, outside, rows, job, details, wants_gradient)
+            total += loss
+            if at_once:
+                add_weight_gradient(head, gradient, inputs)
+            elif wants_head_gradient:
+                head_gradient.addmm_(gradient.T, inputs)
+            del inputs, gradient  # before the next chunk's logits
+        if wants_gradient:
+            has_pair = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+            has_pair[job.pair_index.flatten()] = True
+            hidden.masked_fill_(~has_pair[:, None], 0.0)
+        ctx.gradients = [hidden if wants_gradient else None, head_gradient]
         return total
 
     @staticmethod
@@ -113,11 +114,25 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_gradient, head_gradient = ctx.gradients
         ctx.gradients = None  # so that the head's gradient becomes `.grad` without a copy
         head_gradient = None if head_gradient is None else head_gradient.mul_(upstream)
-        return hidden_gradient[:-1].mul_(upstream), head_gradient, None, None
+        return hidden_gradient.mul_(upstream), head_gradient, None, None
 
 
-def _chunk(logits, teacher, has_pair, rows: slice, job: LossJob, details: LossDetails, wants_gradient: bool):
-    """The scaled loss of one chunk, logits [C, S, D]; fills `details`. The gradient takes the place of the logits."""
+def _chunk(hidden, head, outside, rows: slice, job: LossJob, details: LossDetails, wants_gradient: bool):
+    """The scaled loss of some teacher rows, scalar; fills `details`. For the head's gradient: the hidden states
+    [C·S, H] and the gradient by their logits [C·S, D]; that by the hidden states takes their place."""
+    pairs = job.pair_index[rows]  # each hidden state is in one pair at most
+    inputs = hidden.index_select(0, pairs.flatten())  # [C·S, H]
+    logits = (inputs @ head.T).unflatten(0, (-1, pairs.shape[1]))  # [C, S, D]
+    teacher = job.teacher(job.final[rows], outside.rows(rows))
+    loss = _loss_of(logits, teacher, pairs < len(hidden) - 1, rows, job, details, wants_gradient)
+    gradient = logits.flatten(0, 1)  # now in their place
+    if wants_gradient:
+        hidden[pairs.flatten()] = gradient @ head
+    return loss, inputs, gradient
+
+
+def _loss_of(logits, teacher, has_pair, rows: slice, job: LossJob, details: LossDetails, wants_gradient: bool):
+    """The scaled loss of logits [C, S, D]; fills `details`. The gradient takes the place of the logits."""
     carries_loss = has_pair & teacher.covered[:, None]
     details.covered[rows] = teacher.covered
     details.baseline_hit[rows] = teacher.covered & (teacher.best == job.options.baseline_id)

@@ -90,7 +90,7 @@ def _start(command: list[str], gate: Path, extra: dict[str, str]) -> tuple[subpr
 
 
 def _let_through(name: str, process: subprocess.Popen, gate: Path) -> list[dict]:
-    """Results of one process, timed while the others wait; an `error` with its last words when it has none."""
+    """Results of one process, timed while the others wait; if it failed or has none, an `error` with its last words."""
     Path(f"{gate}.go").touch()
     try:
         process.wait(_TURN_SECONDS if Path(f"{gate}.ready").exists() else 1)
@@ -101,8 +101,8 @@ def _let_through(name: str, process: subprocess.Popen, gate: Path) -> list[dict]
     for line in Path(f"{gate}.out").read_text().splitlines():
         if line.startswith("{"):
             found.append({"run": name} | _same_names(json.loads(line)))
-    if not found:
-        return [{"run": name, "error": Path(f"{gate}.err").read_text()[-1500:], "exit_code": process.returncode}]
+    if process.returncode or not found:
+        found.append({"run": name, "error": Path(f"{gate}.err").read_text()[-1500:], "exit_code": process.returncode})
     return found
 
 

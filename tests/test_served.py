@@ -97,6 +97,7 @@ def test_table_has_speed_speed_up_and_latency(runs):
     assert plain["tokens/s"] == 5.0 and plain["speed-up"] == 1.0 and "total" not in plain
     assert plain["latency p50 (s)"] == 1.0 and plain["latency p95 (s)"] == pytest.approx(1.9)
     assert fast["tokens/s"] == 7.0 and fast["speed-up"] == pytest.approx(1.4)
+    assert plain["ms per pass"] == pytest.approx(4000 / 15) and fast["ms per pass"] == pytest.approx(3000 / (2 + 4 + 1))
     assert fast["requests"] == 3 and list(fast)[-3:] == ["accepted at 0", "accepted at 1", "accepted at 2"]
 
 

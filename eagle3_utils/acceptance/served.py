@@ -82,6 +82,12 @@ class ServedRun:
     def tokens_per_second(self) -> float:
         return sum(answer.completion_tokens for answer in self.answers) / self.wall_seconds
 
+    @property
+    def milliseconds_per_pass(self) -> float:
+        """Latency over the target's decoding passes: verifications, or tokens without a draft. Prefill is in it."""
+        passes = sum(answer.verifications or answer.completion_tokens for answer in self.answers)
+        return 1e3 * sum(answer.latency_seconds for answer in self.answers) / passes
+
     def latency_seconds(self, percentile: float) -> float:
         """Of a whole answer, at a percentile over requests."""
         return float(np.percentile([answer.latency_seconds for answer in self.answers], percentile))
@@ -256,7 +262,9 @@ def positions(run: ServedRun) -> list[Interval]:
 
 
 def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
-    """One row per run: speed, speed-up over the run without a draft at the same concurrency, latency, acceptance."""
+    """One row per run: speed, speed-up over the run without a draft at the same concurrency, latency, acceptance.
+
+    A speed-up is the accept length times the ratio of both `ms per pass`: one that drafts and verifies is longer."""
     plain = {run.concurrency: run for run in runs if run.shape is None}
     rows = []
     for run in runs:
@@ -268,6 +276,7 @@ def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
             "speed-up": run.tokens_per_second / alone.tokens_per_second if alone else None,
             "latency p50 (s)": run.latency_seconds(50),
             "latency p95 (s)": run.latency_seconds(95),
+            "ms per pass": run.milliseconds_per_pass,
             "requests": len(run.answers),
         }
         if run.shape is not None and (lengths := accept_lengths(run).get(ALL)):

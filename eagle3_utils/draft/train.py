@@ -119,7 +119,6 @@ class Trainer:
             self.model.parameters(), config.weight_decay, config.max_grad_norm,
             sum_over_ranks=ranks.sum if self.sharded else None,
         )  # fmt: skip
-        self.log.info("%d samples, %.1f M weights", len(reader), sum(p.numel() for p in self.model.parameters()) / 1e6)
         self.position = Position(parameters=self._decisive() | {"states": reader.content_hash()})
         self._resume()
         teacher = Teacher.for_model(self.model, self.target, config.frozen_on_host)
@@ -140,8 +139,8 @@ class Trainer:
                 entry = self._optimise(batches, total)
                 position.seconds += waited + time.perf_counter() - began
                 position.waited += waited
-                if position.step == self.began.step + 1:
-                    self.log.info("first step after %.1f s", position.seconds - self.began.seconds)
+                if self.ranks.is_first and position.step == self.began.step + 1:
+                    self.log.info("first step, compilation included: %.1f s", position.seconds - self.began.seconds)
                 self._tell(journal, entry, total)
                 stopping = self._is_stopping(stop)
                 if stopping or self._is_due(config.checkpoint_every_steps, total):

@@ -14,7 +14,7 @@ import xxhash
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import resolve_path
 from eagle3_utils.states.codec import decode
-from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.ledger import Ledger, Place
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import Sample, read_meta
 
@@ -32,24 +32,26 @@ class StoreReader:
         self.folders = [Path(f) for f in (folders if isinstance(folders, list | tuple) else [folders])]
         metas = [read_meta(folder) for folder in self.folders]
         self.meta, self._codecs = metas[0], [meta.codec for meta in metas]
-        entries = []
+        entries: list[tuple[int, Place]] = []  # store and place in it
         for number, (folder, meta) in enumerate(zip(self.folders, metas, strict=True)):
             self._check_same_states(meta, folder)
             ledger = folder / "ledger.sqlite"
             if not ledger.is_file():
                 raise UserError("the ledger is missing", str(folder), f"rebuild it: eagle3 verify {folder} --repair")
             with Ledger(ledger, read_only=True) as opened:
-                entries += [(number, *place) for place in opened.places()]
-        entries.sort(key=lambda entry: entry[1])
-        for left, right in pairwise(entries):
-            if left[1] == right[1]:
-                raise UserError(f"sample {left[1]!r} is in both {self.folders[left[0]]} and {self.folders[right[0]]}")
-        self.ids = [entry[1] for entry in entries]
-        self.sources = [entry[2] for entry in entries]
-        self.lengths = np.array([entry[3] for entry in entries], dtype=np.int32)
-        self.checksums = [entry[6] for entry in entries]
-        self.num_bytes = sum(entry[7] for entry in entries)
-        self._places = [(entry[0], entry[4], entry[5]) for entry in entries]
+                entries += [(number, place) for place in opened.places()]
+        entries.sort(key=lambda entry: entry[1].sample_id)
+        places = [place for _, place in entries]
+        for (left, place), (right, other) in pairwise(entries):
+            if place.sample_id == other.sample_id:
+                both = f"{self.folders[left]} and {self.folders[right]}"
+                raise UserError(f"sample {place.sample_id!r} is in both {both}")
+        self.ids = [place.sample_id for place in places]
+        self.sources = [place.source for place in places]
+        self.lengths = np.array([place.num_tokens for place in places], dtype=np.int32)
+        self.checksums = [place.checksum for place in places]
+        self.num_bytes = sum(place.num_bytes for place in places)
+        self._places = [(number, place.shard, place.row) for number, place in entries]
         self._shards: dict[tuple[int, int], Shard] = {}
         self._open_shards: OrderedDict[tuple[int, int], None] = OrderedDict()  # the one used last at the end
 

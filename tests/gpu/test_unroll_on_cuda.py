@@ -62,7 +62,9 @@ def test_gpu_step_equals_cpu_step(changes, max_rows, kind):
 
 
 @pytest.mark.parametrize(  # FlashAttention 2, 4 where it is installed, and values narrower than keys
-    "changes", [{"head_dim": 64}, {"head_dim": 128}, MLA | {"v_head_dim": 24}], ids=["64", "128", "mla"]
+    "changes",
+    [{"head_dim": 64}, {"head_dim": 128}, MLA | {"v_head_dim": 24}, MLA | {"v_head_dim": 32}],
+    ids=["64", "128", "mla", "mla-wide-values"],
 )
 @pytest.mark.parametrize("max_rows", [None, 100])
 def test_flash_step_equals_flex_step(max_rows, changes):

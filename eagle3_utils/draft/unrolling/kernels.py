@@ -52,9 +52,9 @@ def backward(upstream, query, attended, keys, values, lse, spans: Spans, scale: 
 
 
 def _filled_up(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The tensor with zeros up to the query's width."""
+    """The tensor with zeros up to the query's width, its rows aligned for the kernels."""
     missing = query.shape[-1] - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor
+    return F.pad(tensor, (0, missing)) if missing else tensor.contiguous()
 
 
 def _forward_2(query, keys, values, spans: Spans, scale: float):

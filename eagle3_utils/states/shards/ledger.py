@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from eagle3_utils.errors import UserError
 
@@ -38,6 +39,18 @@ CREATE TABLE IF NOT EXISTS shards (
 );
 CREATE TABLE IF NOT EXISTS runs (token TEXT PRIMARY KEY, num_tokens INTEGER NOT NULL, seconds REAL NOT NULL);
 """
+
+
+class Place(NamedTuple):
+    """Where a done sample is. checksum: 16 hex digits; num_bytes: of its arrays as stored."""
+
+    sample_id: str
+    source: str
+    num_tokens: int
+    shard: int
+    row: int
+    checksum: str
+    num_bytes: int
 
 
 class Ledger:
@@ -135,12 +148,11 @@ class Ledger:
         """Shard number → (samples, file bytes)."""
         return {row[0]: row[1:] for row in self._read("SELECT number, num_samples, file_bytes FROM shards")}
 
-    def places(self) -> list[tuple[str, str, int, int, int, str, int]]:
-        """Done samples by id: (id, source, num_tokens, shard, row, checksum hex, num_bytes)."""
-        return self._read(
-            "SELECT id, source, num_tokens, shard, row, checksum, num_bytes FROM samples"
-            " WHERE state = 'done' ORDER BY id"
-        )
+    def places(self) -> list[Place]:
+        """Done samples by id."""
+        columns = "id, source, num_tokens, shard, row, checksum, num_bytes"
+        rows = self._read(f"SELECT {columns} FROM samples WHERE state = 'done' ORDER BY id")
+        return [Place._make(row) for row in rows]
 
     def close(self) -> None:
         """Fold the journal into the one file, so that it can be read from a read-only disk."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.states.shards.ledger import Ledger
+from eagle3_utils.states.shards.ledger import Ledger, Place
 from eagle3_utils.states.shards.recover import row_problem, shards_on_disk
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
 from eagle3_utils.states.store import StoreMeta, StoreWriter, read_meta
@@ -104,11 +104,11 @@ def _check(folder: Path, meta: StoreMeta, ledger: Ledger, readers: Executor | No
         time.sleep(_ENTRY_SECONDS)
         unknown -= ledger.shards().keys()
     report.problems += [f"{shard_name(number)} is not in the ledger" for number in sorted(unknown)]
-    by_shard: dict[int, list[tuple]] = {}
+    by_shard: dict[int, list[Place]] = {}
     for place in ledger.places():
-        by_shard.setdefault(place[3], []).append(place)
+        by_shard.setdefault(place.shard, []).append(place)
         report.num_samples += 1
-        report.num_tokens += place[2]
+        report.num_tokens += place.num_tokens
     for number in sorted(known):
         places = by_shard.get(number, [])
         problem = None
@@ -120,10 +120,10 @@ def _check(folder: Path, meta: StoreMeta, ledger: Ledger, readers: Executor | No
             problem = _check_shard(files[number], meta, places, readers, report)
         if problem is not None:
             report.problems.append(problem)
-            report.bad |= {place[0]: problem for place in places}
+            report.bad |= {place.sample_id: problem for place in places}
 
 
-def _check_shard(path: Path, meta, places: list[tuple], readers: Executor | None, report: VerifyReport) -> str | None:
+def _check_shard(path: Path, meta, places: list[Place], readers: Executor | None, report: VerifyReport) -> str | None:
     """Check the samples the ledger places in a shard; returns a problem of the whole shard, if any.
 
     With `readers`, every sample is read in full by these threads.
@@ -145,11 +145,11 @@ def _check_shard(path: Path, meta, places: list[tuple], readers: Executor | None
         elif shard.sources[row] != (source or "-"):  # as write_shard puts it
             report.bad[sample_id] = f"{path.name} row {row}: its source differs from the ledger's"
     if readers is not None:
-        good = [(place[0], place[4]) for place in places if place[0] not in report.bad]
-        problems = readers.map(lambda item: row_problem(shard, item[1]), good)
-        for (sample_id, row), problem in zip(good, problems, strict=True):
+        good = [place for place in places if place.sample_id not in report.bad]
+        problems = readers.map(lambda place: row_problem(shard, place.row), good)
+        for place, problem in zip(good, problems, strict=True):
             if problem:
-                report.bad[sample_id] = f"{path.name} row {row}: {problem}"
+                report.bad[place.sample_id] = f"{path.name} row {place.row}: {problem}"
     return None
 
 
@@ -160,7 +160,7 @@ def _num_threads() -> int:
 
 def _put_back(folder: Path, ledger: Ledger, report: VerifyReport) -> None:
     ledger.put_back(report.bad)
-    still_used = {place[3] for place in ledger.places()}
+    still_used = {place.shard for place in ledger.places()}
     files = shards_on_disk(folder)
     for number in ledger.shards():
         if number in still_used:

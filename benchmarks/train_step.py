@@ -33,6 +33,7 @@ from side_by_side import compare, wait_for_turn  # noqa: E402
 from eagle3_utils.config import TrainConfig  # noqa: E402
 from eagle3_utils.draft.network import DraftConfig, DraftModel  # noqa: E402
 from eagle3_utils.draft.training.batch_runner import BatchRunner, PlannedBatch  # noqa: E402
+from eagle3_utils.draft.training.initial import draw_matrices  # noqa: E402
 from eagle3_utils.draft.training.optimizer import MasterAdamW  # noqa: E402
 from eagle3_utils.draft.unrolling.teacher import Teacher  # noqa: E402
 from eagle3_utils.draft.vocab import vocab_map_of  # noqa: E402
@@ -79,9 +80,7 @@ class Bench:
         with torch.device(self.device):
             embed = (torch.randn(vocab_size, hidden) * 0.02).to(self.dtype)
             self.model = DraftModel(config, vocab, embed)
-            for parameter in self.model.parameters():
-                if parameter.dim() == 2:
-                    torch.nn.init.normal_(parameter, std=0.02)
+            draw_matrices(self.model)
         self.model.place(self.device, self.dtype, args.frozen_on_host)
         options = TrainConfig(ttt_steps=args.ttt_steps, max_rows_at_once=args.rows)
         self.runner = BatchRunner(self.model, self._teacher(ids), options, most_frequent=0)

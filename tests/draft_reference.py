@@ -14,6 +14,8 @@ from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 31, 12, 32
+MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
+           v_head_dim=6)  # fmt: skip
 PLAIN_LOGITS = SimpleNamespace(logit_scale=1.0, logit_softcap=None)  # a target that does nothing to its logits
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_utils.draft.network import DraftConfig, DraftModel
+from eagle3_utils.draft.training.initial import draw_matrices
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
 from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
@@ -33,9 +34,7 @@ def small_draft(model: LlamaForCausalLM) -> DraftModel:
     )  # fmt: skip
     vocab = vocab_map_of(torch.tensor([1, 2, 3, 4, 5, 6, 8, 9, 10, 11]), VOCAB)
     draft = DraftModel(config, vocab, model.get_input_embeddings().weight.detach())
-    for parameter in draft.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+    draw_matrices(draft, std=0.3)
     return draft.eval()
 
 

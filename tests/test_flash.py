@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_reference import random_batch, small_model, unroll
+from draft_reference import MLA, random_batch, small_model, unroll
 
 from eagle3_utils.draft.unrolling import flash, kernels
 from eagle3_utils.draft.unrolling.attention import eager_attention
@@ -49,10 +49,6 @@ def gradients_of(result, model):
     model.zero_grad(set_to_none=True)
     result.loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
-           v_head_dim=6)  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [{}, MLA], ids=["llama", "mla"])

@@ -1,17 +1,16 @@
 """The layer's parts against plain formulas."""
 
 import torch
-from draft_reference import small_config, small_model
+from draft_reference import MLA, small_config, small_model
 from torch import nn
 
 from eagle3_utils.draft.modules.layers import MLP, LlamaAttention, MLAttention, RMSNorm
+from eagle3_utils.draft.training.initial import draw_matrices
 
 
 def drawn(module: nn.Module) -> nn.Module:
     """The module with random matrices; a draft's begin unset."""
-    for parameter in module.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    draw_matrices(module, std=0.2)
     return module
 
 
@@ -35,10 +34,6 @@ def test_llama_latents_split_into_keys_and_values():
     keys, values = attention.keys_values(both @ torch.cat(attention.key_value_weights()).T, one, zero)  # no rotation
     torch.testing.assert_close(keys, attention.k_proj(both).view(3, 2, 8))
     torch.testing.assert_close(values, attention.v_proj(both).view(3, 2, 8))
-
-
-MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
-           v_head_dim=6)  # fmt: skip
 
 
 def test_mla_scores_equal_deepseeks_interleaved_rotation():

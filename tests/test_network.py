@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_reference import PLAIN_LOGITS, random_batch, small_config, small_model
+from draft_reference import MLA, PLAIN_LOGITS, random_batch, small_config, small_model
 
 from eagle3_utils.draft.network import DraftCache, DraftModel
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test, unrolled_hidden
@@ -11,8 +11,6 @@ from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.draft.vocab import vocab_map_of
 
-MLA = dict(layer_kind="mla", num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
-           v_head_dim=6)  # fmt: skip
 KINDS = [{}, {"fc_norm": True, "norm_output": True}, MLA]
 
 

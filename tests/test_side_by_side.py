@@ -1,6 +1,5 @@
 """benchmarks/side_by_side.py: a process that fails costs its own row, and is named, whatever it printed before."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,10 +10,7 @@ ONE_LINE = """print('{"work": "dense", "tokens_per_second": 1.0}', flush=True)""
 
 
 def results_of(script: str, folder: Path) -> list[dict]:
-    gate = folder / "run"
-    command = [sys.executable, "-c", script]
-    with open(f"{gate}.out", "w") as out, open(f"{gate}.err", "w") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err)
+    process, gate = side_by_side._start([sys.executable, "-c", script], folder / "run", {})
     Path(f"{gate}.ready").touch()
     return side_by_side._let_through("ours tiny", process, gate)
 

@@ -19,7 +19,7 @@ import torch
 
 from eagle3_utils.devices import to_device
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
-from eagle3_utils.draft.modules.fused import halves, linear, normed_linears
+from eagle3_utils.draft.modules.fused import Columns, halves, linear, normed_linears
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention
 from eagle3_utils.draft.unrolling.loss import LossJob, UnrollOptions, chunked_loss
@@ -57,8 +57,7 @@ def prefix_states(model: DraftModel, batch) -> PrefixStates:
     layer, attention = model.midlayer, model.midlayer.self_attn
     fused = model.project(batch.aux)  # [T, H]
     # Both first maps read concat(embedding, hidden). Their embedding half is computed once per token for all steps.
-    query_by_embed, _ = halves(attention.query_weight())
-    kv_by_embed, kv_by_hidden = zip(*map(halves, attention.key_value_weights()), strict=True)
+    (query_by_embed, *kv_by_embed), (_, *kv_by_hidden) = _halves_of_first_maps(attention)
     embeds = layer.input_layernorm(model.embed(batch.input_ids, getattr(batch, "embeds", None)))  # [T, H]
     embed_query = linear(embeds, query_by_embed)
     embed_kv = torch.cat([linear(embeds, weight) for weight in kv_by_embed], dim=-1)
@@ -70,14 +69,18 @@ def prefix_states(model: DraftModel, batch) -> PrefixStates:
     return PrefixStates(fused, keys, values, embed_query, embed_kv)
 
 
+def _halves_of_first_maps(attention) -> tuple[tuple[Columns, ...], tuple[Columns, ...]]:
+    """The embedding's and the hidden state's half of the first maps: queries first, then keys and values."""
+    return tuple(zip(*map(halves, (attention.query_weight(), *attention.key_value_weights())), strict=True))
+
+
 def unrolled_hidden(
     model: DraftModel, batch, plan: UnrollPlan, attend: Attention, prefix: PrefixStates | None = None
 ) -> list[torch.Tensor]:
     """Hidden states after the final norm, by step: [n_0, H], [n_1, H], …"""
     layer, attention, norm, rows = model.midlayer, model.midlayer.self_attn, model.midlayer.hidden_norm, plan.rows
     prefix = prefix or prefix_states(model, batch)
-    _, query_by_hidden = halves(attention.query_weight())
-    _, kv_by_hidden = zip(*map(halves, attention.key_value_weights()), strict=True)
+    _, by_hidden = _halves_of_first_maps(attention)
     hidden = prefix.fused.index_select(0, rows)
     own_keys, own_values, outputs = [], [], []
     for step, count in enumerate(plan.num_rows):
@@ -87,12 +90,12 @@ def unrolled_hidden(
         cos, sin = model.rotary(batch.position_ids[rows[:count]] + step)
         if step:
             hidden = model.next_input(hidden, outputs[-1])[:count]
-            of_hidden, *kv_of_hidden = normed_linears(hidden, norm.weight, norm.eps, query_by_hidden, *kv_by_hidden)
+            of_hidden, *kv_of_hidden = normed_linears(hidden, norm.weight, norm.eps, *by_hidden)
             latent = prefix.embed_kv.index_select(0, tokens) + torch.cat(kv_of_hidden, dim=-1)
             key, value = attention.keys_values(latent, cos, sin)
             own_keys, own_values = [k[:count] for k in own_keys] + [key], [v[:count] for v in own_values] + [value]
         else:
-            (of_hidden,) = normed_linears(hidden, norm.weight, norm.eps, query_by_hidden)
+            (of_hidden,) = normed_linears(hidden, norm.weight, norm.eps, by_hidden[0])
         query = attention.queries(prefix.embed_query.index_select(0, tokens) + of_hidden, cos, sin)
         attended = attend(query, prefix.keys, prefix.values, own_keys, own_values, attention.scale)
         hidden = layer.finish(hidden, attended)

@@ -2,9 +2,9 @@
 
 - Elementwise chains are compiled on CUDA (`fused`): one kernel instead of several passes over memory. EAGLE3_COMPILE=0
   in the environment leaves them as they are.
-- `normed_gated_mlp`, `linear` and, of a `Columns`, `normed_linears` add a weight's gradient to `weight.grad` in place
-  (one product with beta = 1), because a weight is used once per step of the unroll: autograd would write a full-size
-  gradient for each use and then add it. So `torch.autograd.grad` sees no gradient of these weights; `backward` does.
+- `normed_gated_mlp`, `linear` and `normed_linears` add a weight's gradient to `weight.grad` in place (one product with
+  beta = 1), because a weight is used once per step of the unroll: autograd would write a full-size gradient for each
+  use and then add it. So `torch.autograd.grad` sees no gradient of these weights; `backward` does.
 - `normed_linears` and `normed_gated_mlp` keep the input of the norm before them, not its output, which costs little
   to make again; the MLP keeps gate and up, not their product.
 
@@ -63,14 +63,17 @@ def halves(leaf: torch.Tensor) -> tuple[Columns, Columns]:
 
 def linear(x: torch.Tensor, weight: torch.Tensor | Columns) -> torch.Tensor:
     """x [N, in] @ weightᵀ [in, out]; the weight, a leaf or columns of one, gets its gradient added in place."""
-    return _Linear.apply(x, weight if isinstance(weight, Columns) else Columns(weight, slice(None)))
+    return _Linear.apply(x, _columns(weight))
 
 
 def normed_linears(
     x: torch.Tensor, norm: torch.Tensor, eps: float, *weights: torch.Tensor | Columns
 ) -> tuple[torch.Tensor, ...]:
-    """RMS norm (weight [H]) and then several linear maps: x [N, H], weights [out, H] each -> [N, out] each."""
-    return _NormedLinears.apply(x, norm, eps, *weights)
+    """RMS norm (weight [H]) and then several linear maps: x [N, H], weights [out, H] each -> [N, out] each.
+
+    The weights, leaves or columns of some, get their gradients added in place.
+    """
+    return _NormedLinears.apply(x, norm, eps, *map(_columns, weights))
 
 
 def normed_gated_mlp(
@@ -95,6 +98,10 @@ def add_weight_gradient(
     weight.grad[:, columns].addmm_(upstream.T, x)
 
 
+def _columns(weight: torch.Tensor | Columns) -> Columns:
+    return weight if isinstance(weight, Columns) else Columns(weight, slice(None))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -114,24 +121,17 @@ class _NormedLinears(torch.autograd.Function):
         ctx.save_for_backward(x, norm)
         ctx.weights, ctx.eps = weights, eps
         normed = F.rms_norm(x, x.shape[-1:], norm, eps)
-        return tuple(normed @ _values(weight).T for weight in weights)
+        return tuple(normed @ weight.values.T for weight in weights)
 
     @staticmethod
     def backward(ctx, *upstreams):
         x, norm = ctx.saved_tensors
         normed, by_inputs = _normed_again(x, norm, ctx.eps)
-        by_normed, by_weights = None, []
+        by_normed = None
         for upstream, weight in zip(upstreams, ctx.weights, strict=True):
-            values = _values(weight)
-            by_normed = upstream @ values if by_normed is None else by_normed.addmm_(upstream, values)
-            if isinstance(weight, Columns):
-                add_weight_gradient(weight.leaf, upstream, normed, weight.columns)
-            by_weights.append(None if isinstance(weight, Columns) else upstream.T @ normed)
-        return *by_inputs(by_normed), None, *by_weights
-
-
-def _values(weight: torch.Tensor | Columns) -> torch.Tensor:
-    return weight.values if isinstance(weight, Columns) else weight
+            by_normed = upstream @ weight.values if by_normed is None else by_normed.addmm_(upstream, weight.values)
+            add_weight_gradient(weight.leaf, upstream, normed, weight.columns)
+        return *by_inputs(by_normed), None, *[None] * len(upstreams)
 
 
 class _NormedGatedMLP(torch.autograd.Function):

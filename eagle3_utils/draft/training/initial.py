@@ -29,9 +29,7 @@ def initialise(model: DraftModel, target: Target, init: str, state_rms: float = 
     init: "target_layer" as the module says, "random" for random weights but for `lm_head` and `norm`. state_rms: root
     mean square of the highest captured layer's states, needed for EAGLE-3.1.
     """
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.normal_(std=_STD)
+    draw_matrices(model)
     model.lm_head.weight.copy_(load_lm_head(target)[model.target_ids])
     model.norm.weight.copy_(load_final_norm(target))
     if init == "random":
@@ -42,6 +40,14 @@ def initialise(model: DraftModel, target: Target, init: str, state_rms: float = 
     copied = _copy_layer(model.midlayer, load_decoder_layer(target, target.num_layers - 1), size)
     _fit_normed_states(model, state_rms)
     return copied
+
+
+@torch.no_grad()
+def draw_matrices(module: nn.Module, std: float = _STD) -> None:
+    """Fill all matrices of a module with normally distributed numbers, in place; a draft's begin unset."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=std)
 
 
 def _fit_normed_states(model: DraftModel, state_rms: float) -> None:

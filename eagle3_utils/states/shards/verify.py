@@ -135,15 +135,16 @@ def _check_shard(path: Path, meta, places: list[Place], readers: Executor | None
     for key, expected in meta.attributes().items():
         if shard.attributes.get(key) != expected:
             return f"{path.name}: {key} is {shard.attributes.get(key)!r}, store.json says {expected!r}"
-    for sample_id, source, num_tokens, _, row, checksum, _ in places:
-        if row >= len(shard) or shard.ids[row] != sample_id:
-            report.bad[sample_id] = f"{path.name} row {row} holds another sample"
-        elif f"{int(shard.checksums[row]):016x}" != checksum:
-            report.bad[sample_id] = f"{path.name} row {row}: its checksum differs from the ledger's"
-        elif shard.offsets[row + 1] - shard.offsets[row] != num_tokens:
-            report.bad[sample_id] = f"{path.name} row {row}: length differs from the ledger's"
-        elif shard.sources[row] != (source or "-"):  # as write_shard puts it
-            report.bad[sample_id] = f"{path.name} row {row}: its source differs from the ledger's"
+    for place in places:
+        row, told = place.row, f"{path.name} row {place.row}"
+        if row >= len(shard) or shard.ids[row] != place.sample_id:
+            report.bad[place.sample_id] = f"{told} holds another sample"
+        elif f"{int(shard.checksums[row]):016x}" != place.checksum:
+            report.bad[place.sample_id] = f"{told}: its checksum differs from the ledger's"
+        elif shard.offsets[row + 1] - shard.offsets[row] != place.num_tokens:
+            report.bad[place.sample_id] = f"{told}: length differs from the ledger's"
+        elif shard.sources[row] != (place.source or "-"):  # as write_shard puts it
+            report.bad[place.sample_id] = f"{told}: its source differs from the ledger's"
     if readers is not None:
         good = [place for place in places if place.sample_id not in report.bad]
         problems = readers.map(lambda place: row_problem(shard, place.row), good)

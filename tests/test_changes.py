@@ -78,6 +78,13 @@ def test_drafts_are_compared_at_equal_concurrency_and_batching_alone_is_the_cont
     assert rows[2]["first unexplained"] == "p, token 7: one answer ends here"
 
 
+def test_what_is_served_behind_a_stop_token_is_no_part_of_the_answer(model):
+    output = [9, 8, 7, 6, 5]
+    runs = [run(output[:4]), run(output, "3 · 1 · 4")]
+    assert changes.explain(model, model, [PROMPT], runs, stop_ids=[6])[0]["changed"] == 0
+    assert changes.explain(model, model, [PROMPT], runs)[0]["unexplained"] == 1
+
+
 def test_without_a_target_changes_are_only_counted():
     row = changes.explain(None, None, [PROMPT], [run([1, 2]), run([1, 3], "3 · 1 · 4")])[0]
     assert (row["changed"], row["close calls"], row["unexplained"], row["largest distance"]) == (1, None, None, None)

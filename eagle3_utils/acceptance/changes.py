@@ -17,12 +17,15 @@ root mean square 0.097, from 0.07 to 0.12 over best logits of 4 to 64; the large
 The allowance is six root mean squares. A served run makes tens of thousands of choices, a sweep hundreds of
 thousands; among so many the largest of normal errors is five root mean squares, and the tails here are a little
 heavier. A token that a faulty verification lets through is as far off as a wrong guess, mostly several logits.
+
+Answers are compared up to their stop token: SGLang does not look for one in the verification that reaches the length
+limit, so what is served may go on behind it (sglang/srt/managers/schedule_batch.py, `update_finish_state`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from eagle3_utils.acceptance.forward import logits_of
 from eagle3_utils.acceptance.heldout import first_difference
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.served import ServedAnswer, ServedRun
+from eagle3_utils.acceptance.speculate import cut
 
 ROUNDING = 1e-3  # logits of two float32 forwards of different lengths differ by less
 _NUM_RMS = 6.0
@@ -61,18 +65,28 @@ class Change:
 
 
 def explain(
-    model: PreTrainedModel | None, rounded: PreTrainedModel | None, prompts: Sequence[Prompt], runs: Sequence[ServedRun]
+    model: PreTrainedModel | None,
+    rounded: PreTrainedModel | None,
+    prompts: Sequence[Prompt],
+    runs: Sequence[ServedRun],
+    stop_ids: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     """Rows: every run with a draft beside the one without at the same concurrency; those without beside the first.
 
     ``model``: the target in float32, ``rounded``: in the served dtype; without them changes are only counted.
+    ``stop_ids``: tokens that end an answer.
     """
+    runs = [replace(run, answers=[_to_its_stop(answer, stop_ids) for answer in run.answers]) for run in runs]
     by_id, plain = {prompt.id: prompt for prompt in prompts}, [run for run in runs if run.shape is None]
     pairs = [(plain[0], run) for run in plain[1:]]
     alone = {run.concurrency: run for run in plain}
     pairs += [(alone[run.concurrency], run) for run in runs if run.shape is not None and run.concurrency in alone]
     allowance = rounding_allowance(model, rounded, by_id, plain[0].answers) if model is not None and pairs else None
     return [_row(first, second, changes(model, by_id, first, second, allowance), allowance) for first, second in pairs]
+
+
+def _to_its_stop(answer: ServedAnswer, stop_ids: Sequence[int]) -> ServedAnswer:
+    return replace(answer, output_ids=cut(answer.output_ids, len(answer.output_ids), stop_ids))
 
 
 def changes(

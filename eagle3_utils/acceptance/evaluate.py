@@ -219,7 +219,8 @@ class Evaluation:
         if self.config.reference_decoding:
             dtype = torch.bfloat16 if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
             model, rounded = self.model, load_reference_model(self.target, dtype, self.device)
-        return changes.explain(model, rounded, served_part.prompts, served_part.runs)
+        stop_ids = stop_ids_of(self.target, self.tokenizer)
+        return changes.explain(model, rounded, served_part.prompts, served_part.runs, stop_ids)
 
     def parity(self, served_part: ServedPart) -> parity.ParityReport:
         """Served acceptance beside that of the same tokens replayed here, diagnosed when they disagree."""

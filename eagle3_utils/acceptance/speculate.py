@@ -134,7 +134,7 @@ def speculative_decode(
         hidden_H, logits_D = drafter.extend(aux_NLH[path], new_ids)
         output_ids += new_ids
         num_accepted.append(len(path) - 1)
-    return Decoded(_cut(output_ids, max_new_tokens, stop_ids), num_accepted)
+    return Decoded(cut(output_ids, max_new_tokens, stop_ids), num_accepted)
 
 
 def accept(
@@ -268,7 +268,7 @@ def _finished(output_ids: list[int], max_new_tokens: int, stop_ids: Sequence[int
     return len(output_ids) >= max_new_tokens or any(token_id in stop_ids for token_id in output_ids)
 
 
-def _cut(output_ids: list[int], max_new_tokens: int, stop_ids: Sequence[int]) -> list[int]:
+def cut(output_ids: list[int], max_new_tokens: int, stop_ids: Sequence[int]) -> list[int]:
     """Up to ``max_new_tokens``, ending at the first stop token: a verification may run past either."""
     for index, token_id in enumerate(output_ids):
         if token_id in stop_ids:

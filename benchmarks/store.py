@@ -7,8 +7,9 @@ plain file of the same bytes, read with `readinto` into the same tensors. "reuse
 and again, as page-locked memory is. "fresh": new tensors for every batch, as without a GPU; for this store that is all
 of `PackedDataset.load`, masks and positions included. "cold" drops the files' pages from the page cache first
 (posix_fadvise; the disk's own cache stays). The passes of all ways are interleaved, so that a slow moment of the
-machine hits all of them: rates are the best of the rounds, ratios the median over the rounds. At the end: how fast a
-core encodes and decodes, and how fast `verify --deep` reads.
+machine hits all of them: rates are the best of the rounds, ratios the median over the rounds. Then an fp8 store of the
+same samples, warm, into reused memory: states decoded by the loader, beside those left encoded for a GPU. Besides: how
+fast a core encodes and decodes, and how fast `verify --deep` reads.
 """
 
 import argparse
@@ -47,10 +48,10 @@ def make_samples(hidden: int, total_bytes: int) -> list[Sample]:
 
 
 class Store:
-    name = "this store"
+    name, codec = "this store", "bf16"
 
     def __init__(self, folder: Path, hidden: int):
-        self.folder, self.meta = folder / "store", StoreMeta(hidden, list(range(NUM_AUX)))
+        self.folder, self.meta = folder / self.codec, StoreMeta(hidden, list(range(NUM_AUX)), codec=self.codec)
 
     def write(self, samples: list[Sample]) -> None:
         with StoreWriter(self.folder, self.meta) as writer:
@@ -67,6 +68,10 @@ class Store:
             stop = start + int(self.reader.lengths[index])
             self.reader.copy_states(index, aux[start:stop], final[start:stop], np.ones(stop - start, bool))
             start = stop
+
+
+class Fp8Store(Store):
+    name, codec = "this store, fp8", "fp8"
 
 
 class SafetensorsFiles:
@@ -165,10 +170,11 @@ def batches_of(order: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     return batches
 
 
-def new_batch(hidden: int, num_tokens: int = BATCH_TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the states of a batch."""
-    shape, dtype = (num_tokens, NUM_AUX, hidden), torch.bfloat16
-    return torch.empty(shape, dtype=dtype), torch.empty(num_tokens, hidden, dtype=dtype)
+def new_batch(
+    hidden: int, num_tokens: int = BATCH_TOKENS, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the states of a batch; uint8 for the codes of an fp8 store."""
+    return torch.empty(num_tokens, NUM_AUX, hidden, dtype=dtype), torch.empty(num_tokens, hidden, dtype=dtype)
 
 
 def read_pass(way, batches: list[list[int]], lengths: np.ndarray, hidden: int, reused=None) -> None:
@@ -235,6 +241,20 @@ def print_reads(seconds: dict[tuple, list[float]], num_bytes: int) -> None:
         print(f"{name:24}{kind:26}{num_bytes / min(values) / 1e9:6.2f}  {note} of {other}")
 
 
+def print_fp8_loader(way: Fp8Store, lengths: np.ndarray, hidden: int, num_rounds: int) -> None:
+    """Tokens/s of one loader thread, the first round not counted: decoded states beside encoded ones."""
+    way.open()
+    batches, seconds = batches_of(np.arange(len(lengths)), lengths), ([], [])
+    memory = new_batch(hidden), new_batch(hidden, dtype=torch.uint8)
+    for _ in range(num_rounds + 1):
+        for values, reused in zip(seconds, memory, strict=True):
+            values.append(timed(partial(read_pass, way, batches, lengths, hidden, reused)))
+    decoded, encoded = (values[1:] for values in seconds)
+    ratio = statistics.median(one / other for one, other in zip(decoded, encoded, strict=True))
+    rates = [f"{int(lengths.sum()) / min(values):,.0f} tokens/s" for values in (decoded, encoded)]
+    print(f"\nfp8 store: decoded {rates[0]}, left encoded {rates[1]}, {ratio:.1f} x the rate")
+
+
 def print_codec(samples: list[Sample]) -> None:
     """GB/s of bf16 that one core turns into fp8 and back (processor time, best of three)."""
     states = [sample.aux for sample in samples[:32]]
@@ -261,9 +281,11 @@ def main() -> None:
     torch.set_num_threads(1)
     shutil.rmtree(arguments.folder, ignore_errors=True)
     ways = [kind(arguments.folder, arguments.hidden) for kind in (Store, SafetensorsFiles, TorchFiles, PlainFile)]
-    lengths = write_all(ways, arguments.hidden, int(arguments.gib * 2**30))
+    fp8 = Fp8Store(arguments.folder, arguments.hidden)
+    lengths = write_all([*ways, fp8], arguments.hidden, int(arguments.gib * 2**30))
     num_bytes = int(lengths.sum()) * 2 * arguments.hidden * (NUM_AUX + 1)
     print_reads(read_rounds(ways, lengths, arguments.hidden, arguments.rounds), num_bytes)
+    print_fp8_loader(fp8, lengths, arguments.hidden, arguments.rounds)
     seconds = timed(lambda: verify_store(ways[0].folder, deep=True).require())
     print(f"\nverify --deep {num_bytes / seconds / 1e9:.2f} GB/s with {len(os.sched_getaffinity(0))} cores")
     shutil.rmtree(arguments.folder)

@@ -1,5 +1,7 @@
 """Coverage is computed at a sample's first visit and reused, however samples are packed later."""
 
+from dataclasses import replace
+
 import torch
 
 from eagle3_utils.draft.training.batch_runner import BatchRunner
@@ -8,6 +10,7 @@ from eagle3_utils.draft.training.distributed import Ranks
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedDataset
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.store import StoreWriter
 from eagle3_utils.target import load_target
 
 pytest_plugins = ["draft_runs"]  # fixtures
@@ -34,6 +37,22 @@ def test_known_coverage_equals_a_first_visit_in_any_packing(make_config, states)
     fresh = runner(runner.prepare(repacked))
     assert torch.equal(cached.covered, fresh.covered)
     assert torch.equal(cached.counts.as_tensor(), fresh.counts.as_tensor())
+
+
+def test_a_step_on_encoded_states_is_one_on_decoded_states(make_config, states, tmp_path):
+    reader, runner = build(make_config(draft_vocab_size=40), states)
+    with StoreWriter(tmp_path / "fp8", replace(reader.meta, codec="fp8")) as writer:
+        for index in range(len(reader)):
+            writer.add(reader.read(index))
+    dataset, results = PackedDataset(StoreReader(tmp_path / "fp8"), 128), []
+    for encoded in (False, True):
+        dataset.encoded = encoded
+        batch = runner.prepare(dataset.load(dataset.plan(0)[0]))
+        assert batch.packed.aux.dtype == (torch.uint8 if encoded else torch.bfloat16)
+        runner.forget_coverage()
+        results.append(runner(batch))
+    assert torch.equal(results[0].loss, results[1].loss)
+    assert torch.equal(results[0].counts.as_tensor(), results[1].counts.as_tensor())
 
 
 def test_validation_adds_up_over_batches_and_leaves_no_gradient(make_config, states):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from fake_capture import HIDDEN, make_records, states_of
+from fake_capture import fill as fill_store
 
 from eagle3_utils.draft.training.build import token_counts
 from eagle3_utils.errors import UserError
@@ -73,6 +74,39 @@ def test_batches_of_an_fp8_store_hold_what_its_samples_decode_to(tmp_path):
         assert torch.equal(batch.final, torch.cat([sample.final for sample in samples])[needed])
 
 
+@pytest.mark.parametrize("final", ["all", "supervised"])
+def test_encoded_batches_of_an_fp8_store_are_decoded_by_to(tmp_path, final):
+    reader = fill(tmp_path, codec="fp8", final=final)
+    decoded, encoded = PackedDataset(reader, 200), PackedDataset(reader, 200)
+    encoded.encoded = True  # as with `pin_memory`
+    for left, right in zip(decoded.epoch(0), encoded.epoch(0), strict=True):
+        assert right.aux.dtype == right.final.dtype == torch.uint8 and not same(left, right)
+        assert right.aux_scale.shape == right.aux.shape[:2] and right.final_scale.shape == right.final.shape[:1]
+        moved = right.to("cpu")
+        assert same(left, moved) and moved.aux_scale is None and moved.final_scale is None
+        assert same(left, moved.to("cpu"))
+
+
+def test_batches_stay_encoded_in_page_locked_memory_where_all_stores_are_fp8(reader, tmp_path):
+    folders, records = [tmp_path / name for name in "abc"], make_records(30)
+    for number, codec in enumerate(("bf16", "fp8", "fp8")):
+        fill_store(folders[number], records[number::3], codec=codec)
+    readers = [StoreReader(some) for some in (folders[:1], folders[1:], folders)]
+    assert [some.codec for some in readers] == ["bf16", "fp8", None]
+    assert [PackedDataset(some, 200, pin_memory=True).encoded for some in readers] == [False, True, False]
+    assert not PackedDataset(readers[1], 200).encoded
+    mixed = readers[2]
+    for batch in PackedDataset(mixed, 200).epoch(0):
+        samples = [mixed.read(mixed.index_of(sample_id)) for sample_id in batch.sample_ids]
+        assert torch.equal(batch.aux, torch.cat([sample.aux for sample in samples])) and batch.aux_scale is None
+
+
+def test_codes_of_a_bf16_store_are_an_error(reader):
+    codes = torch.empty(int(reader.lengths[0]), 3, HIDDEN, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="no codes in a store of bf16"):
+        reader.copy_states(0, codes, codes[:0, 0], np.zeros(len(reader.read(0).final), bool))
+
+
 def test_counting_tokens_asks_the_disk_for_no_states(reader, monkeypatch):
     monkeypatch.setattr(Shard, "_ask_for", lambda *_: pytest.fail("states were asked for"))
     predicted, all_tokens = token_counts(reader, SimpleNamespace(vocab_size=900))
@@ -101,6 +135,18 @@ def test_page_locked_states_are_the_same_and_their_memory_is_used_again(reader):
         assert pinned.pin_memory().aux.data_ptr() == pinned.aux.data_ptr()  # no second copy
         places.add(pinned.aux.data_ptr())
     assert len(places) <= 4  # of about 16 batches
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a CUDA GPU")
+def test_encoded_states_are_page_locked_and_a_gpu_decodes_them_to_the_same_bits(tmp_path):
+    reader = fill(tmp_path, codec="fp8")
+    for plain, encoded in zip(
+        PackedDataset(reader, 256).epoch(0), PackedDataset(reader, 256, pin_memory=True).epoch(0), strict=True
+    ):
+        pinned = encoded.pin_memory()
+        assert all(tensor.is_pinned() for tensor in (encoded.aux, encoded.final, pinned.aux_scale, pinned.final_scale))
+        assert pinned.aux.dtype == torch.uint8 and same(plain, pinned.to("cuda", non_blocking=True).to("cpu"))
 
 
 def test_order_is_fixed_by_seed_and_epoch(reader):

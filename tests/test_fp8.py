@@ -50,6 +50,21 @@ def test_tiles_do_not_change_the_result(monkeypatch):
     assert torch.equal(fp8.from_fp8(*tiled), back) and back.shape == states.shape
 
 
+@pytest.mark.parametrize("tile", [1 << 24, 5 * 64])
+def test_pytorchs_way_on_any_device_gives_the_same_bits(tile, monkeypatch):
+    states = torch.randn(40, 3, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    states[7], states[8, 1] = 0, -0.0
+    states[:, 0, 1:] *= 1e-3  # beside one large value: subnormal codes
+    codes, scales = fp8.to_fp8(states)
+    assert ((codes & 0x7F > 0) & (codes & 0x7F < 8)).any()
+    scales[9] = (3e-39, 2e35, 0.37)
+    monkeypatch.setattr(fp8, "_DEVICE_TILE", tile)
+    for some in (slice(None), slice(0, 1), slice(0, 0)):
+        got = fp8.from_fp8_on_device(torch.from_numpy(codes[some]), torch.from_numpy(scales[some]))
+        assert got.dtype == torch.bfloat16 and got.shape == codes[some].shape
+        assert torch.equal(got.view(torch.uint16), fp8.from_fp8(codes[some], scales[some]).view(torch.uint16))
+
+
 def test_nothing_and_single_rows():
     codes, scales = fp8.to_fp8(torch.zeros(0, 3, 8).bfloat16())
     assert codes.shape == (0, 3, 8) and scales.shape == (0, 3)

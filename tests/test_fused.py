@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from eagle3_utils.draft.modules.fused import fused, halves, linear, normed_gated_mlp, normed_linears
+from eagle3_utils.draft.modules.fused import fused, halves, linear, normed_gated_mlp, normed_linears, rows_of
 
 
 def leaves(*shapes):
@@ -22,8 +22,8 @@ def test_normed_gated_mlp_has_the_gradients_autograd_gives_over_several_uses():
     normed_gated_mlp(normed_gated_mlp(x, norm, 1e-5, *weights), norm, 1e-5, *weights).square().sum().backward()
     x, norm, gate, up, down = plain
     for _ in range(2):
-        x = rms_norm(x, norm)
-        x = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        normed = rms_norm(x, norm)
+        x = x + (F.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
     x.square().sum().backward()
     for ours, theirs in zip(tensors, plain, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-4)
@@ -51,6 +51,24 @@ def test_linear_adds_to_a_gradient_that_is_there_and_spares_a_frozen_weight():
     linear(x, frozen).sum().backward()
     assert frozen.grad is None
     torch.testing.assert_close(x.grad, 3 * weight.detach().sum(0).expand(5, 3))
+
+
+def test_linear_adds_a_residual_that_gets_the_whole_gradient():
+    x, weight, residual = leaves((5, 3), (2, 3), (5, 2))
+    out = linear(x, weight, residual)
+    torch.testing.assert_close(out, x @ weight.T + residual)
+    out.square().sum().backward()
+    torch.testing.assert_close(residual.grad, 2 * out.detach())
+    torch.testing.assert_close(x.grad, 2 * out.detach() @ weight.detach())
+
+
+def test_rows_of_a_leaf_and_of_a_result_have_the_same_gradient():
+    (leaf,) = leaves((5, 3))
+    result, first, second = leaf.detach().clone().requires_grad_(), torch.tensor([4, 0, 2]), torch.tensor([0, 3])
+    for x in (leaf, result * 1.0):
+        (rows_of(x, first).square().sum() + rows_of(x, second).sin().sum()).backward()
+    torch.testing.assert_close(leaf.grad, result.grad)
+    assert leaf.grad[1].count_nonzero() == 0 and leaf.grad[0].count_nonzero() == 3
 
 
 def test_halves_of_a_weight_have_their_gradients_added_in_place():

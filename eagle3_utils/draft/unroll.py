@@ -19,7 +19,7 @@ import torch
 
 from eagle3_utils.devices import to_device
 from eagle3_utils.draft.metrics import StepCounts, chain_counts
-from eagle3_utils.draft.modules.fused import Columns, halves, linear, normed_linears
+from eagle3_utils.draft.modules.fused import Columns, halves, linear, normed_linears, rows_of
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention
 from eagle3_utils.draft.unrolling.loss import LossJob, UnrollOptions, chunked_loss
@@ -81,7 +81,7 @@ def unrolled_hidden(
     layer, attention, norm, rows = model.midlayer, model.midlayer.self_attn, model.midlayer.hidden_norm, plan.rows
     prefix = prefix or prefix_states(model, batch)
     _, by_hidden = _halves_of_first_maps(attention)
-    hidden = prefix.fused.index_select(0, rows)
+    hidden = rows_of(prefix.fused, rows)
     own_keys, own_values, outputs = [], [], []
     for step, count in enumerate(plan.num_rows):
         if count == 0:
@@ -91,12 +91,12 @@ def unrolled_hidden(
         if step:
             hidden = model.next_input(hidden, outputs[-1])[:count]
             of_hidden, *kv_of_hidden = normed_linears(hidden, norm.weight, norm.eps, *by_hidden)
-            latent = prefix.embed_kv.index_select(0, tokens) + torch.cat(kv_of_hidden, dim=-1)
+            latent = rows_of(prefix.embed_kv, tokens) + torch.cat(kv_of_hidden, dim=-1)
             key, value = attention.keys_values(latent, cos, sin)
             own_keys, own_values = [k[:count] for k in own_keys] + [key], [v[:count] for v in own_values] + [value]
         else:
             (of_hidden,) = normed_linears(hidden, norm.weight, norm.eps, by_hidden[0])
-        query = attention.queries(prefix.embed_query.index_select(0, tokens) + of_hidden, cos, sin)
+        query = attention.queries(rows_of(prefix.embed_query, tokens) + of_hidden, cos, sin)
         attended = attend(query, prefix.keys, prefix.values, own_keys, own_values, attention.scale)
         hidden = layer.finish(hidden, attended)
         outputs.append(model.norm(hidden))

@@ -19,13 +19,17 @@ import torch
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.codec import supervised_rows
 from eagle3_utils.states.reader import StoreReader
+from eagle3_utils.states.shards.fp8 import from_fp8_on_device
 
 WINDOW = 256  # samples among which a batch is put together; small enough to keep batches random
 
 
 @dataclass
 class PackedBatch:
-    """Whole samples end to end. Row r of `final` is the teacher of token r + 1; -1 in `final_index`: none needed."""
+    """Whole samples end to end. Row r of `final` is the teacher of token r + 1; -1 in `final_index`: none needed.
+
+    With scales, `aux` and `final` are encoded: uint8 e4m3 codes of the same shapes, until `to` decodes them.
+    """
 
     input_ids: torch.Tensor  # int64 [T]
     loss_mask: torch.Tensor  # bool [T]
@@ -38,14 +42,21 @@ class PackedBatch:
     sample_ids: list[str]
     sources: list[str]  # per sample
     embeds: torch.Tensor | None = None  # [T, H] of `input_ids`, when a `prepare` looked them up
+    aux_scale: torch.Tensor | None = None  # float32 [T, L]
+    final_scale: torch.Tensor | None = None  # float32 [M]
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
     def to(self, device, **kwargs) -> PackedBatch:
-        """The same batch with its tensors on another device."""
-        return replace(self, **{name: tensor.to(device, **kwargs) for name, tensor in self._tensors().items()})
+        """The same batch with its tensors on another device; encoded states are decoded there."""
+        moved = {name: tensor.to(device, **kwargs) for name, tensor in self._tensors().items()}
+        for name in ("aux", "final"):
+            scale = moved.pop(f"{name}_scale", None)
+            if scale is not None:
+                moved[name] = from_fp8_on_device(moved[name], scale)
+        return replace(self, **{"aux_scale": None, "final_scale": None} | moved)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch in page-locked memory, from which copies to a GPU run beside its work."""
@@ -107,7 +118,8 @@ class PackedDataset:
     shuffle : false for validation: the same order in every epoch.
     prefetch : batches read ahead by a background thread.
     prepare : called there with every batch; what it returns is handed out.
-    pin_memory : states are read into page-locked memory, for copies to a GPU.
+    pin_memory : states are read into page-locked memory, for copies to a GPU. Where all stores are fp8 they stay
+        encoded (`encoded`) until they are there: decoding keeps a thread busy, but hardly a GPU.
     """
 
     def __init__(
@@ -127,6 +139,7 @@ class PackedDataset:
         self.rank, self.num_ranks, self.shuffle = rank, num_ranks, shuffle
         self.prefetch, self.prepare, self.pin_memory = prefetch, prepare, pin_memory
         self.multiple_of = multiple_of or num_ranks
+        self.encoded = pin_memory and reader.codec == "fp8"
         if len(reader) == 0:
             raise UserError("the store holds no samples", str(reader.folders[0]), "run stage 03 first")
         longest = int(reader.lengths.argmax())
@@ -173,6 +186,7 @@ class PackedDataset:
         stored = [self.reader.index_arrays(index) for index in indices]
         needed = [supervised_rows(arrays["loss_mask"]) for arrays in stored]
         needed_T = torch.from_numpy(np.concatenate(needed))
+        wanted = [rows[arrays["final_rows"] != 0] for rows, arrays in zip(needed, stored, strict=True)]
         lengths = self.reader.lengths[indices]
         starts = [0, *np.cumsum(lengths).tolist()]
         final_starts = [0, *np.cumsum([rows.sum() for rows in needed]).tolist()]
@@ -182,8 +196,13 @@ class PackedDataset:
                 index,
                 aux[starts[number] : starts[number + 1]],
                 final[final_starts[number] : final_starts[number + 1]],
-                needed[number][stored[number]["final_rows"] != 0],
+                wanted[number],
             )
+        scales = {}
+        if self.encoded:
+            of_final = [arrays["final_scale"][rows] for arrays, rows in zip(stored, wanted, strict=True)]
+            scales["aux_scale"] = torch.from_numpy(np.concatenate([arrays["aux_scale"] for arrays in stored]))
+            scales["final_scale"] = torch.from_numpy(np.concatenate(of_final))
         return PackedBatch(
             input_ids=torch.from_numpy(np.concatenate([arrays["input_ids"] for arrays in stored]).astype(np.int64)),
             loss_mask=torch.from_numpy(np.concatenate([arrays["loss_mask"] for arrays in stored]) != 0),
@@ -195,8 +214,10 @@ class PackedDataset:
             final_index=torch.where(needed_T, needed_T.cumsum(0) - 1, -1),
             sample_ids=[self.reader.ids[index] for index in indices],
             sources=[self.reader.sources[index] for index in indices],
+            **scales,
         )
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """bf16 [*shape, H]. Page-locked memory is torch's pool: used again once the batch and its copies are done."""
-        return torch.empty(*shape, self.reader.meta.hidden_size, dtype=torch.bfloat16, pin_memory=self.pin_memory)
+        """[*shape, H]. Page-locked memory is torch's pool: used again once the batch and its copies are done."""
+        dtype = torch.uint8 if self.encoded else torch.bfloat16
+        return torch.empty(*shape, self.reader.meta.hidden_size, dtype=dtype, pin_memory=self.pin_memory)

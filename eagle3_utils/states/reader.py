@@ -24,7 +24,8 @@ MAX_OPEN_SHARDS = 128  # each holds three file descriptors; of the others only t
 class StoreReader:
     """The done samples of one store or several, in order of their ids, whatever order they were stored in.
 
-    Attributes: `ids` list[str], `sources` list[str], `lengths` int32 [S], `checksums` list[str], `meta`, `num_bytes`.
+    Attributes: `ids` list[str], `sources` list[str], `lengths` int32 [S], `checksums` list[str], `meta`, `num_bytes`,
+    `codec` of all stores, None when they differ.
     Raises `UserError` for stores of different models or layers, and for a sample that two of them hold.
     """
 
@@ -32,6 +33,7 @@ class StoreReader:
         self.folders = [Path(f) for f in (folders if isinstance(folders, list | tuple) else [folders])]
         metas = [read_meta(folder) for folder in self.folders]
         self.meta, self._codecs = metas[0], [meta.codec for meta in metas]
+        self.codec = self.meta.codec if len(set(self._codecs)) == 1 else None
         entries: list[tuple[int, Place]] = []  # store and place in it
         for number, (folder, meta) in enumerate(zip(self.folders, metas, strict=True)):
             self._check_same_states(meta, folder)
@@ -93,29 +95,36 @@ class StoreReader:
         return self._open(store, shard).arrays(row)
 
     def index_arrays(self, index: int) -> dict[str, np.ndarray]:
-        """`input_ids` int32 [T], `loss_mask` uint8 [T] and `final_rows` uint8 [T] of one sample."""
+        """`input_ids` int32 [T], `loss_mask` uint8 [T] and `final_rows` uint8 [T] of one sample.
+
+        Of an fp8 store also `aux_scale` float32 [T, L] and `final_scale` float32 [M].
+        """
         store, shard, row = self._places[index]
         return self._open(store, shard).index_arrays(row)
 
     def copy_states(self, index: int, aux: torch.Tensor, final: torch.Tensor, wanted: np.ndarray) -> None:
-        """Fill parts of a batch with one sample's states; bf16 goes straight from the file into them.
+        """Fill parts of a batch with one sample's states; what is not decoded goes straight from the file into them.
 
         Parameters
         ----------
-        aux, final : bf16 [T, L, H] and [number of `wanted`, H], contiguous, on the CPU.
+        aux, final : bf16 [T, L, H] and [number of `wanted`, H], contiguous, on the CPU. Both may be uint8 for an fp8
+            store, to get its codes; the scales are in `index_arrays`.
         wanted : bool [M], which of the stored final rows.
         """
         store, number, row = self._places[index]
         shard = self._open(store, number)
-        if self._codecs[store] != "bf16":
+        encoded = aux.dtype == torch.uint8
+        if encoded and self._codecs[store] != "fp8":
+            raise ValueError(f"{self.ids[index]}: there are no codes in a store of {self._codecs[store]}")
+        if not encoded and self._codecs[store] == "fp8":
             arrays = shard.arrays(row)
             aux.copy_(decode(arrays["aux"], arrays["aux_scale"]))
             final.copy_(decode(arrays["final"][wanted], arrays["final_scale"][wanted]))
             return
-        shard.read_into(row, "aux", aux.view(torch.uint16).numpy())
+        shard.read_into(row, "aux", aux.view(torch.uint8).numpy())
         bounds, done = np.flatnonzero(np.diff(wanted, prepend=False, append=False)), 0
         for first, last in bounds.reshape(-1, 2).tolist():
-            shard.read_into(row, "final", final[done : done + last - first].view(torch.uint16).numpy(), first)
+            shard.read_into(row, "final", final[done : done + last - first].view(torch.uint8).numpy(), first)
             done += last - first
         if done != len(final):
             raise ValueError(f"{self.ids[index]}: {len(final)} final states wanted, {done} are stored")

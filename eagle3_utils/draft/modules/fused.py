@@ -4,7 +4,8 @@
   in the environment leaves them as they are.
 - `normed_gated_mlp`, `linear` and `normed_linears` add a weight's gradient to `weight.grad` in place (one product with
   beta = 1), because a weight is used once per step of the unroll: autograd would write a full-size gradient for each
-  use and then add it. So `torch.autograd.grad` sees no gradient of these weights; `backward` does.
+  use and then add it. `rows_of` does the same for a leaf of which each step takes some rows. So `torch.autograd.grad`
+  sees no gradient of these leaves; `backward` does.
 - `normed_linears` and `normed_gated_mlp` keep the input of the norm before them, not its output, which costs little
   to make again; the MLP keeps gate and up, not their product.
 
@@ -61,9 +62,27 @@ def halves(leaf: torch.Tensor) -> tuple[Columns, Columns]:
     return Columns(leaf, slice(0, middle)), Columns(leaf, slice(middle, None))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor | Columns) -> torch.Tensor:
-    """x [N, in] @ weightᵀ [in, out]; the weight, a leaf or columns of one, gets its gradient added in place."""
-    return _Linear.apply(x, _columns(weight))
+def linear(x: torch.Tensor, weight: torch.Tensor | Columns, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """x [N, in] @ weightᵀ [in, out], and a residual [N, out] to it; the weight, a leaf or columns of one, gets its
+    gradient added in place."""
+    return _Linear.apply(x, _columns(weight), residual)
+
+
+def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows, int64 [n], of x [N, …] -> [n, …]; a leaf gets its gradient added in place."""
+    return _RowsOf.apply(x, rows)
+
+
+def add_row_gradient(leaf: torch.Tensor, rows: torch.Tensor | slice, upstream: torch.Tensor) -> None:
+    """leaf.grad[rows] += upstream, for a leaf that wants a gradient."""
+    if not leaf.requires_grad:
+        return
+    if leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf)
+    if isinstance(rows, slice):
+        leaf.grad[rows] += upstream
+    else:
+        leaf.grad.index_add_(0, rows, upstream)
 
 
 def normed_linears(
@@ -79,7 +98,7 @@ def normed_linears(
 def normed_gated_mlp(
     x: torch.Tensor, norm: torch.Tensor, eps: float, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """down(silu(gate(n)) · up(n)), n the RMS norm (weight [H]) of x: x [N, H], gate and up [I, H], down [H, I]
+    """x + down(silu(gate(n)) · up(n)), n the RMS norm (weight [H]) of x: x [N, H], gate and up [I, H], down [H, I]
     -> [N, H]."""
     return _NormedGatedMLP.apply(x, norm, eps, gate, up, down)
 
@@ -104,15 +123,30 @@ def _columns(weight: torch.Tensor | Columns) -> Columns:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, residual):
         ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.values.T
+        ctx.weight, ctx.has_residual = weight, residual is not None
+        return torch.addmm(residual, x, weight.values.T) if ctx.has_residual else x @ weight.values.T
 
     @staticmethod
     def backward(ctx, upstream):
         add_weight_gradient(ctx.weight.leaf, upstream, ctx.saved_tensors[0], ctx.weight.columns)
-        return upstream @ ctx.weight.values, None
+        return upstream @ ctx.weight.values, None, upstream if ctx.has_residual else None
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(x, rows)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, rows = ctx.saved_tensors
+        if x.is_leaf:
+            add_row_gradient(x, rows, upstream)
+            return None, None
+        return torch.zeros_like(x).index_add_(0, rows, upstream), None
 
 
 class _NormedLinears(torch.autograd.Function):
@@ -141,7 +175,7 @@ class _NormedGatedMLP(torch.autograd.Function):
         gate_NI, up_NI = normed @ gate.T, normed @ up.T
         ctx.save_for_backward(x, norm, gate_NI, up_NI)
         ctx.weights, ctx.eps = (gate, up, down), eps
-        return swiglu(gate_NI, up_NI) @ down.T
+        return torch.addmm(x, swiglu(gate_NI, up_NI), down.T)
 
     @staticmethod
     def backward(ctx, upstream):
@@ -152,8 +186,8 @@ class _NormedGatedMLP(torch.autograd.Function):
         normed, by_inputs = _normed_again(x, norm, ctx.eps)
         add_weight_gradient(gate, gate_gradient, normed)
         add_weight_gradient(up, up_gradient, normed)
-        by_normed = (gate_gradient @ gate).addmm_(up_gradient, up)
-        return *by_inputs(by_normed), None, None, None, None
+        by_x, by_norm = by_inputs((gate_gradient @ gate).addmm_(up_gradient, up))
+        return by_x.add_(upstream), by_norm, None, None, None, None
 
 
 def _normed_again(x: torch.Tensor, norm: torch.Tensor, eps: float):

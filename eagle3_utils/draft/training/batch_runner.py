@@ -11,7 +11,7 @@ from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.training.distributed import Ranks, gather_again
-from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult, training_time_test
+from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult
 from eagle3_utils.draft.unrolling.attention import Attention
 from eagle3_utils.draft.unrolling.flash import attention_for
 from eagle3_utils.draft.unrolling.groups import unroll_in_groups
@@ -85,13 +85,9 @@ class BatchRunner:
             baseline_id=self.baseline_id,
             chunk_bytes=_CHUNK_BYTES[self.device.type],
         )
-        if len(parts) == 1:
-            work = moved, parts[0], self.teacher, options, num_supervised, covered, attentions[0]
-            _, result = self.model(training_time_test, *work)
-        else:
-            divisor = batch.num_supervised if num_supervised is None else num_supervised
-            work = moved, parts, self.teacher, options, divisor, covered, attentions
-            _, result = self.model(unroll_in_groups, *work)
+        divisor = batch.num_supervised if num_supervised is None else num_supervised
+        work = moved, parts, self.teacher, options, divisor, covered, attentions
+        _, result = self.model(unroll_in_groups, *work)
         if covered is None:
             self._coverage |= dict(zip(sample_ids, result.covered.split(batch.teacher_rows), strict=True))
         return result

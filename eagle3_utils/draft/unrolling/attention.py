@@ -169,4 +169,4 @@ def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     total = torch.logaddexp(lse, scores.logsumexp(1))
     weights = (scores - total[:, None]).exp().unflatten(2, (num_kv, -1))[..., None]  # [n, i, K, G, 1]
     own = (weights * own_values[:, :, :, None]).sum(1).flatten(1, 2)  # [n, A, F]
-    return attended * (lse - total).exp()[..., None].to(attended.dtype) + own.to(attended.dtype), total
+    return (attended.float() * (lse - total).exp()[..., None] + own).to(attended.dtype), total

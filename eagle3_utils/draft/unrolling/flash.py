@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from eagle3_utils.devices import to_device
-from eagle3_utils.draft.modules.fused import fused
+from eagle3_utils.draft.modules.fused import add_row_gradient
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling import kernels
-from eagle3_utils.draft.unrolling.attention import Attention, eager_attention, flex_attention_of, merge_own_keys
+from eagle3_utils.draft.unrolling.attention import Attention, eager_attention, flex_attention_of
+from eagle3_utils.draft.unrolling.own_keys import merge_own, own_gradients
 from eagle3_utils.draft.unrolling.plan import UnrollPlan
 
 _SHORT_TAIL = 64  # a span is drawn out to its document's end over this many slots, so that keys need no gathering
@@ -116,7 +117,7 @@ class _MergedAttention(torch.autograd.Function):
         seen = keys[layout.keys], values[layout.keys]
         by_place = kernels.forward(query.index_select(0, rows), *seen, layout, scale)
         if own:
-            attended, lse = _merged(*by_place, places, query, *_stacked(own), scale)
+            attended, lse = merge_own(*by_place, places, query, *_stacked(own), scale)
         else:
             attended, lse = (part.index_select(0, places) for part in by_place)
         ctx.layout, ctx.scale = layout, scale
@@ -134,11 +135,11 @@ class _MergedAttention(torch.autograd.Function):
             *laid_out, keys[layout.keys], values[layout.keys], weightless, layout, scale
         )
         by_keys, by_values = (
-            _by_slot(part, whole, layout) for part, whole in zip(by_seen, (keys, values), strict=True)
+            _by_slot(part, whole, layout.keys) for part, whole in zip(by_seen, (keys, values), strict=True)
         )
         if not own:
             return by_place.index_select(0, places), by_keys, by_values, None, None
-        by_query, by_own_keys, by_own_values = own_keys_gradient(
+        by_query, by_own_keys, by_own_values = own_gradients(
             upstream, attended, lse, query, *_stacked(own), scale, by_place, places
         )
         by_own = (*by_own_keys.unbind(1), *by_own_values.unbind(1))
@@ -153,43 +154,17 @@ def _places(layout: SpanLayout, num_rows: int) -> tuple[torch.Tensor, torch.Tens
     return layout.places[:num_rows], layout.rows.clamp(max=num_rows - 1)
 
 
-@fused
-def _merged(attended, lse, places, query, own_keys, own_values, scale):
-    """`merge_own_keys` of what stands at some places: attended [P, A, F], lse [P, A] -> [n, A, F], [n, A]."""
-    attended, lse = attended.index_select(0, places), lse.index_select(0, places)
-    return merge_own_keys.__wrapped__(attended, lse, query, own_keys, own_values, scale)
-
-
-@fused
-def own_keys_gradient(upstream, attended, lse, query, own_keys, own_values, scale, by_place, places):
-    """Gradients of `merge_own_keys`'s softmax by query [n, A, E], own_keys [n, i, K, E] and own_values [n, i, K, F].
-
-    upstream, attended [n, A, F]: the gradient by the merged output, and that output. lse [n, A]: its log-sum-exp.
-    by_place [P, A, E]: the query's gradient from the other keys, which is added at its `places` [n].
-    """
-    num_kv, dtypes = own_keys.shape[2], (query.dtype, own_keys.dtype, own_values.dtype)
-    query, upstream, attended = (part.unflatten(1, (num_kv, -1)).float() for part in (query, upstream, attended))
-    own_keys, own_values = own_keys[:, :, :, None].float(), own_values[:, :, :, None].float()  # [n, i, K, 1, width]
-    scores = (query[:, None] * own_keys).sum(-1) * scale  # [n, i, K, G]
-    weights = (scores - lse.unflatten(1, (num_kv, -1))[:, None]).exp()
-    mean = (upstream * attended).sum(-1)  # [n, K, G]
-    by_scores = weights * ((upstream[:, None] * own_values).sum(-1) - mean[:, None]) * scale
-    by_query = (by_scores[..., None] * own_keys).sum(1).flatten(1, 2) + by_place.index_select(0, places).float()
-    by_keys = (by_scores[..., None] * query[:, None]).sum(3)
-    by_values = (weights[..., None] * upstream[:, None]).sum(3)
-    gradients = (by_query, by_keys, by_values)
-    return tuple(gradient.to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True))
-
-
-def _by_slot(gradient: torch.Tensor, whole: torch.Tensor, layout: SpanLayout) -> torch.Tensor:
-    """The gradient by some keys or values as one by all of them, [T, K, width]."""
-    if len(gradient) == len(whole):
-        return gradient
-    if isinstance(layout.keys, slice):
+def _by_slot(gradient: torch.Tensor, whole: torch.Tensor, seen: slice | torch.Tensor) -> torch.Tensor | None:
+    """The gradient by the keys or values that were seen as one by all of them, [T, K, width]; None when those are a
+    leaf, which then has it."""
+    if whole.is_leaf:
+        add_row_gradient(whole, seen, gradient)
+        return None
+    if isinstance(seen, slice):
         spread = torch.zeros_like(whole)
-        spread[layout.keys] = gradient
+        spread[seen] = gradient
         return spread
-    return torch.zeros_like(whole).index_copy_(0, layout.keys, gradient)
+    return torch.zeros_like(whole).index_copy_(0, seen, gradient)
 
 
 def _stacked(own: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 
 FP8_MAX = 448.0  # largest finite e4m3
 _TILE = 1 << 18  # values at a time: small enough for caches, large enough that threads seldom meet in Python
+_DEVICE_TILE = 1 << 24  # the same on a GPU: 64 MiB of float32, about 800 tokens of three layers of 7,168
 _SHIFT = 256.0  # 2⁸ between the exponents of e4m3 and float16
 
 
@@ -79,6 +80,20 @@ def from_fp8(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
         x.copy_(torch.from_numpy(a).view(torch.float16))
         torch.mul(x, factors[start : start + step].unsqueeze(-1), out=x)
         out[start : start + step].copy_(x)
+    return out.reshape(codes.shape)
+
+
+def from_fp8_on_device(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """uint8 bits [..., H] and scales [...] on any one device → bf16 [..., H] there, with PyTorch's own cast.
+
+    The same bits as from `from_fp8` for every finite code, which is several times faster on the CPU.
+    """
+    hidden = codes.shape[-1]
+    rows, factors = codes.reshape(-1, hidden).view(torch.float8_e4m3fn), scales.reshape(-1, 1)
+    out, step = torch.empty_like(rows, dtype=torch.bfloat16), max(1, _DEVICE_TILE // max(1, hidden))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        torch.mul(rows[part].float(), factors[part], out=out[part])
     return out.reshape(codes.shape)
 
 

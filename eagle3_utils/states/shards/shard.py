@@ -29,8 +29,7 @@ import xxhash
 from eagle3_utils.runs import sync
 
 FORMAT, VERSION = "eagle3-states", 1
-INDEX = ("input_ids", "loss_mask", "final_rows")
-PER_ROW = (*INDEX, "aux", "aux_scale")  # indexed by offsets
+PER_ROW = ("input_ids", "loss_mask", "final_rows", "aux", "aux_scale")  # indexed by offsets
 PER_FINAL = ("final", "final_scale")  # indexed by final_offsets
 PAGE = 4096
 READ_AHEAD_BYTES = 16 << 20  # per dataset, for a reader who takes one sample after the other
@@ -232,23 +231,21 @@ class Shard:
         in_order, self._next_row = row == self._next_row, row + 1
         views = {}
         for name, column in self._columns.items():
-            bounds = self.offsets if name in PER_ROW else self.final_offsets
-            start, stop = int(bounds[row]), int(bounds[row + 1])
+            start, stop = self._bounds(name, row)
             self._ask_for(name, column, start, stop, in_order)
             views[name] = self._view(column, start, stop)
         return views
 
     def index_arrays(self, row: int) -> dict[str, np.ndarray]:
-        """Only the ids and masks of one sample, as views; nothing of its states is asked from the disk."""
+        """All but the states of one sample, as views: ids, masks, scales. The states are not asked from the disk."""
         self.open()
-        start, stop = int(self.offsets[row]), int(self.offsets[row + 1])
-        return {name: self._view(self._columns[name], start, stop) for name in INDEX}
+        rows = {name: self._bounds(name, row) for name in self._columns if name not in ("aux", "final")}
+        return {name: self._view(self._columns[name], *bounds) for name, bounds in rows.items()}
 
     def num_bytes(self, row: int) -> int:
         """Stored bytes of one sample."""
-        length, num_final = (int(b[row + 1] - b[row]) for b in (self.offsets, self.final_offsets))
-        rows = {name: length if name in PER_ROW else num_final for name in self._columns}
-        return sum(rows[name] * column.row_bytes for name, column in self._columns.items())
+        bounds = {name: self._bounds(name, row) for name in self._columns}
+        return sum((stop - start) * self._columns[name].row_bytes for name, (start, stop) in bounds.items())
 
     def read_into(self, row: int, name: str, out: np.ndarray, first: int = 0) -> None:
         """Copy rows `first : first + len(out)` of one sample's `aux` or `final` into `out` (contiguous), past the map.
@@ -259,8 +256,8 @@ class Shard:
         Raises `DamagedShard` when the file ends before.
         """
         self.open()
-        column, bounds = self._columns[name], self.offsets if name in PER_ROW else self.final_offsets
-        position = column.position + (int(bounds[row]) + first) * column.row_bytes
+        column = self._columns[name]
+        position = column.position + (self._bounds(name, row)[0] + first) * column.row_bytes
         rest = memoryview(out.reshape(-1).view(np.uint8))
         while rest:  # one preadv moves at most 2 GiB
             count = os.preadv(self._descriptors[name], [rest], position)
@@ -271,6 +268,9 @@ class Shard:
     def actual_checksum(self, row: int) -> int:
         """The checksum of the bytes now on disk, to compare with `checksums[row]`."""
         return checksum_of(self.ids[row], self.arrays(row))
+
+    def _bounds(self, name: str, row: int) -> list[int]:
+        return (self.offsets if name in PER_ROW else self.final_offsets)[row : row + 2].tolist()
 
     def _view(self, column: _Column, start: int, stop: int) -> np.ndarray:
         shape = (stop - start, *column.shape[1:])

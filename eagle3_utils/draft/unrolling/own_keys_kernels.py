@@ -1,0 +1,107 @@
+"""Triton kernels for `own_keys`: a program holds one row's query heads of one key-value head, for all its own keys.
+
+What PyTorch's compiler makes of the same formulas takes ten times as long, since it reads every operand once more for
+each key. Imported only where there is a GPU (or Triton's interpreter, in the tests).
+
+n rows · P places · A query heads · K key-value heads · G = A / K · i own keys of a row · E key width · F value width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def merge(attended, lse, places, query, own_keys, own_values, scale: float):
+    """As `own_keys.merge_own`; attended [P, A, F], lse float32 [P, A] of any strides; the rest contiguous."""
+    out = attended.new_empty(len(query), *attended.shape[1:])
+    out_lse = lse.new_empty(len(query), query.shape[1])
+    sizes, options = _launch(query, own_keys, own_values)
+    _merge[sizes](
+        attended.contiguous(), lse, places, query.contiguous(), own_keys, own_values, out, out_lse,
+        *lse.stride(), scale, *own_keys.shape[1:3], **options,
+    )  # fmt: skip
+    return out, out_lse
+
+
+def gradients(upstream, attended, lse, query, own_keys, own_values, scale: float, by_place, places):
+    """As `own_keys.own_gradients`; all contiguous."""
+    by_query, by_keys, by_values = (tensor.new_empty(tensor.shape) for tensor in (query, own_keys, own_values))
+    sizes, options = _launch(query, own_keys, own_values)
+    _gradients[sizes](
+        upstream, attended, lse, query.contiguous(), own_keys, own_values, by_place.contiguous(), places,
+        by_query, by_keys, by_values, scale, *own_keys.shape[1:3], **options,
+    )  # fmt: skip
+    return by_query, by_keys, by_values
+
+
+def _launch(query, own_keys, own_values) -> tuple[tuple[int, int], dict]:
+    """The grid, and the sizes that a kernel is compiled for."""
+    (num_rows, num_heads, width), num_kv, value_width = query.shape, own_keys.shape[2], own_values.shape[3]
+    group = num_heads // num_kv
+    sizes = {
+        f"{name}_BLOCK": triton.next_power_of_2(size)
+        for name, size in zip("GEF", (group, width, value_width), strict=True)
+    }
+    num_warps = max(1, min(4, sizes["G_BLOCK"] * sizes["E_BLOCK"] // 512))
+    return (num_rows, num_kv), {"G": group, "E": width, "F": value_width, "num_warps": num_warps, **sizes}
+
+
+@triton.jit(do_not_specialize=["num_own"])
+def _merge(
+    attended, lse, places, query, own_keys, own_values, out, out_lse,
+    lse_by_place, lse_by_head, scale, num_own, num_kv,
+    G: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, e, f = tl.arange(0, G_BLOCK), tl.arange(0, E_BLOCK), tl.arange(0, F_BLOCK)
+    in_keys, in_values = (g < G)[:, None] & (e < E), (g < G)[:, None] & (f < F)
+    place, heads = tl.load(places + row), kv_head * G + g
+    in_row, in_place = row * num_kv * G + heads, place * num_kv * G + heads
+    q = tl.load(query + in_row[:, None] * E + e, mask=in_keys, other=0.0).to(tl.float32)
+    mixed = tl.load(attended + in_place[:, None] * F + f, mask=in_values, other=0.0).to(tl.float32)
+    largest = tl.load(lse + place * lse_by_place + heads * lse_by_head, mask=g < G, other=0.0)
+    total = tl.full([G_BLOCK], 1.0, tl.float32)
+    for number in range(num_own):
+        at = (row * num_own + number) * num_kv + kv_head
+        key = tl.load(own_keys + at * E + e, mask=e < E, other=0.0).to(tl.float32)
+        value = tl.load(own_values + at * F + f, mask=f < F, other=0.0).to(tl.float32)
+        score = tl.sum(q * key[None, :], 1) * scale
+        new_largest = tl.maximum(largest, score)
+        shrunk, weight = tl.exp(largest - new_largest), tl.exp(score - new_largest)
+        mixed = mixed * shrunk[:, None] + weight[:, None] * value[None, :]
+        total = total * shrunk + weight
+        largest = new_largest
+    tl.store(out + in_row[:, None] * F + f, mixed / total[:, None], mask=in_values)
+    tl.store(out_lse + in_row, largest + tl.log(total), mask=g < G)
+
+
+@triton.jit(do_not_specialize=["num_own"])
+def _gradients(
+    upstream, attended, lse, query, own_keys, own_values, by_place, places, by_query, by_keys, by_values,
+    scale, num_own, num_kv,
+    G: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, e, f = tl.arange(0, G_BLOCK), tl.arange(0, E_BLOCK), tl.arange(0, F_BLOCK)
+    in_keys, in_values = (g < G)[:, None] & (e < E), (g < G)[:, None] & (f < F)
+    place, heads = tl.load(places + row), kv_head * G + g
+    in_row, in_place = row * num_kv * G + heads, place * num_kv * G + heads
+    q = tl.load(query + in_row[:, None] * E + e, mask=in_keys, other=0.0).to(tl.float32)
+    up = tl.load(upstream + in_row[:, None] * F + f, mask=in_values, other=0.0).to(tl.float32)
+    mixed = tl.load(attended + in_row[:, None] * F + f, mask=in_values, other=0.0).to(tl.float32)
+    lse_of_both = tl.load(lse + in_row, mask=g < G, other=0.0)
+    mean = tl.sum(up * mixed, 1)
+    by_q = tl.load(by_place + in_place[:, None] * E + e, mask=in_keys, other=0.0).to(tl.float32)
+    for number in range(num_own):
+        at = (row * num_own + number) * num_kv + kv_head
+        key = tl.load(own_keys + at * E + e, mask=e < E, other=0.0).to(tl.float32)
+        value = tl.load(own_values + at * F + f, mask=f < F, other=0.0).to(tl.float32)
+        weight = tl.exp(tl.sum(q * key[None, :], 1) * scale - lse_of_both)
+        by_score = weight * (tl.sum(up * value[None, :], 1) - mean) * scale
+        by_q += by_score[:, None] * key[None, :]
+        tl.store(by_keys + at * E + e, tl.sum(by_score[:, None] * q, 0), mask=e < E)
+        tl.store(by_values + at * F + f, tl.sum(weight[:, None] * up, 0), mask=f < F)
+    tl.store(by_query + in_row[:, None] * E + e, by_q, mask=in_keys)

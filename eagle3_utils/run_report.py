@@ -92,6 +92,14 @@ def scalars(values: dict[str, Any]) -> str:
     return table({"figure": name.replace("_", " "), "value": value} for name, value in plain.items())
 
 
+_WORDS = (
+    "<p class=note>A small <i>draft</i> model guesses the next tokens of a large one, the <i>target</i>, which checks "
+    "them all at once (a <i>verification</i>) and keeps those it would have chosen: the same text in fewer passes. "
+    "<i>Accept length</i>: tokens per verification, the target's own included, so 1.0 means that no guess was right. "
+    "<i>3 · 1 · 4</i>: three drafting steps, one branch, four tokens in a verification.</p>"
+)
+
+
 def _heading(done: dict[str, dict | None]) -> str:
     last = next((entry for entry in reversed(done.values()) if entry), None)
     if last is None:
@@ -99,7 +107,7 @@ def _heading(done: dict[str, dict | None]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     model = html.escape(target_name(last["config"]["model"]))
     written = time.strftime("%Y-%m-%d %H:%M")
-    return f"<p>Target <b>{model}</b>. Written {written}. <span class=note>{versions}</span></p>"
+    return f"<p>Target <b>{model}</b>. Written {written}. <span class=note>{versions}</span></p>{_WORDS}"
 
 
 def _lineage(run_folder: Path, done: dict[str, dict | None]) -> str:
@@ -144,15 +152,16 @@ def _extraction(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
 
 
 def _training(metrics: dict[str, Any], run_folder: Path, done: dict | None) -> list[str]:
-    folder = Path(done["data"]) / "draft" if done else run_folder / "data" / "draft"
+    folder = runs.recorded_data(run_folder, done) / "draft"
     train, validation = read_journal(folder, "train"), read_journal(folder, "validation")
     report = metrics.get("report") or {}
     best = report.get("validation") or {}
     by_step = {name: values for name, values in best.items() if isinstance(values, list)}
     rows = [{"step": step} | {name: values[step] for name, values in by_step.items()}
             for step in range(len(best.get("accuracy", [])))]  # fmt: skip
+    shown = {"simulated accept length" if name == "accept_length" else name: value for name, value in metrics.items()}
     return [
-        scalars(metrics | {key: value for key, value in report.items() if key != "validation"}),
+        scalars(shown | {key: value for key, value in report.items() if key != "validation"}),
         _figure(lambda: draft_plots.training_curves(train, validation)) if train and validation else "",
         "<h3>Best draft on validation, by step of the unroll</h3>" + table(rows) if rows else "",
         _figure(lambda: draft_plots.acceptance_by_step(best)) if rows else "",
@@ -163,8 +172,7 @@ def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
     teacher_forced = from_json(metrics.get("teacher_forced") or {})
     lengths, replayed = from_json(metrics.get("accept_lengths") or {}), from_json(metrics.get("replayed") or {})
     parts = [
-        "<p class=note>Accept length counts the bonus token: 1.0 means that nothing drafted was accepted. "
-        "Shapes are steps · top-k · draft tokens. Intervals are 95 %, from a bootstrap over prompts. "
+        "<p class=note>Shapes are steps · top-k · draft tokens. Intervals are 95 %, from a bootstrap over prompts. "
         "Of the served figures <i>counted</i> is the one to compare; distances are logits below the best token.</p>",
         scalars({k: v for k, v in metrics.items() if k in ("accept_length_from", "num_prompts", "identical")}),
     ]
@@ -183,19 +191,22 @@ def _acceptance(metrics: dict[str, Any], run_folder: Path, done: dict | None) ->
     return [*parts, *_served(metrics)]
 
 
+_WHEN_IT_PAYS = "A verification launches several models: it pays where a step of the target takes longer than that."
+
+
 def _served(metrics: dict[str, Any]) -> list[str]:
     parity = metrics.get("parity") or {}
     if metrics.get("served_left_out"):
         title, why = "Served by SGLang; parity of the served number", html.escape(metrics["served_left_out"])
         return [f"<h3>{title}</h3><p>Left out: {why}.</p>"]
     rows = metrics.get("served") or []
-    parts = ["<h3>Served by SGLang</h3>" + table(rows)] if rows else []
+    parts = [f"<h3>Served by SGLang</h3>{table(rows)}<p class=note>{_WHEN_IT_PAYS}</p>"] if rows else []
     parts += [_figure(lambda: acceptance_plots.served_speed(rows))] if rows else []
     by_source = from_json(metrics.get("served_accept_lengths") or {})
     counted = {run: {source: of["counted"] for source, of in found.items()} for run, found in by_source.items()}
     parts += ["<h3>Served accept length by source</h3>" + table(rows_of(counted, "draft"))] if counted else []
     if changes := metrics.get("served_changes"):
-        parts += ["<h3>Outputs that the draft changed, and why</h3>" + table(changes)]
+        parts += ["<h3>Answers that changed: by batching alone, and with the draft</h3>" + table(changes)]
     if parity.get("left_out"):
         return [*parts, f"<h3>Parity</h3><p>Left out: {html.escape(parity['left_out'])}.</p>"]
     if parity.get("served"):
@@ -205,9 +216,8 @@ def _served(metrics: dict[str, Any]) -> list[str]:
         parts += [f"<h3>Parity: {verdict} (tolerance {parity['tolerance']})</h3>" + table(compared)]
         names = {"fault": "fault tried", "distance": "largest difference", "mismatch": "counted otherwise"}
         trials = [{label: trial.get(key, "") for key, label in names.items()} for trial in parity.get("trials", [])]
-        parts += [
-            f"<p>Prompt by prompt, {parity.get('mismatch', 0):.1%} of the verifications are counted otherwise.</p>"
-        ]
+        share = f"{parity.get('mismatch', 0):.1%}"
+        parts += [f"<p>Prompt by prompt, {share} of the verifications are counted otherwise.</p>"]
         parts += [table(sorted(trials, key=lambda row: row["counted otherwise"]))]
     return parts
 

@@ -32,11 +32,12 @@ def result_rows(run_folder: Path) -> list[tuple[str, str]]:
         rows.append(("validation accuracy by step", steps))
         rows.append(("  most frequent token", f"{draft['baseline_accuracy']:.3f}"))
     if evaluation := metrics["05"]:
-        rows.append(("accept length, held-out prompts", f"{evaluation['accept_length']:.2f} (bonus token included)"))
+        length = f"{evaluation['accept_length']:.2f} (bonus token included)"
+        rows.append((card.accept_length_label(evaluation), length))
         for source, length in evaluation["accept_length_by_source"].items():
             rows.append((f"  {source}", f"{length:.2f}"))
         verdicts = {True: "yes", False: "NO", None: "not checked (nothing was decoded)"}
-        rows.append(("output equals plain greedy decoding", verdicts[evaluation["identical"]]))
+        rows.append(("output of PyTorch equals plain greedy decoding", verdicts[evaluation["identical"]]))
         rows += card.served_rows(evaluation)
     rows.append((WHERE, f"{short_path(run_folder)}/report.html, {short_path(run_folder)}/*/notebook.ipynb"))
     return rows

@@ -22,7 +22,8 @@ DONE = {
 }  # fmt: skip
 EVALUATED = {
     "accept_length_interval": {"value": 1.456, "low": 1.4, "high": 1.5}, "accept_length_by_source": {"maths": 1.7},
-    "accept_length_from": "decoded", "shape": [5, 1, 6], "parity": {"passed": True},
+    "accept_length_from": "decoded", "num_prompts": 12, "max_new_tokens": 40, "shape": [5, 1, 6],
+    "parity": {"passed": True, "offline": [0.5, 0.25], "served": [0.5, 0.125]},
     "served": [
         {"draft": "no draft", "concurrency": 1},
         {"draft": "5 · 1 · 6", "concurrency": 8, "counted": 1.44, "speed-up": 1.21},
@@ -56,6 +57,8 @@ def test_the_card_says_what_was_measured_and_how_to_serve(folders):
         "base_model: Tiny-1B", "0.500 / 0.250", "1.46 [1.40, 1.50]; maths 1.70", "accept length 1.44, 1.21×",
         "1,200 samples, 34,567 tokens, 50% supervised", "| source chat | 7 samples", "draft `d00d`", "states `abc`",
         "layer ids for SGLang | [1, 14, 26]", "served acceptance equals the offline one | yes",
+        "accept length, 12 held-out prompts of 40 tokens, steps · top-k · draft tokens 5 · 1 · 6",
+        "accept length of the served tokens, offline and served | 1.75 and 1.62",
     ):  # fmt: skip
         assert words in text, words
     assert "/home/me" not in text and "source all" not in text

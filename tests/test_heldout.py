@@ -28,8 +28,8 @@ def decoded(source, num_tokens, num_accepted):
     return DecodedPrompt(Prompt("x", source, [1]), run)
 
 
-def test_accept_length_is_tokens_of_verifications_over_verifications_by_source():
-    runs = [decoded("chat", 7, [1, 3]), decoded("chat", 4, [0, 0, 0]), decoded("code", 1, [])]
+def test_accept_length_is_one_and_what_a_verification_accepts_by_source():
+    runs = [decoded("chat", 6, [1, 3]), decoded("chat", 4, [0, 0, 0]), decoded("code", 1, [])]
     found = heldout.accept_lengths(runs, num_resamples=100)
     assert set(found) == {"all", "chat"}  # an answer of one token has no verification
     assert found["chat"].value == (6 + 3) / 5
@@ -60,6 +60,10 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
         found = heldout.replay(draft, batch, shape)
         assert found[:-1] == item.speculative.num_accepted[:-1]
         assert len(found) == len(item.speculative.num_accepted)
+        whole = heldout.replay(draft, batch, shape, whole=True)
+        assert whole == item.speculative.num_accepted[: len(whole)]  # and none is missing but those at the end:
+        roots = [sum(found[:number]) + number for number in range(len(found))]
+        assert len(whole) == sum(root + shape.num_steps < 24 for root in roots)
         total += sum(found)
     assert total > 0
 
@@ -71,7 +75,7 @@ def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, m
     monkeypatch.setattr(heldout, "_SLOTS_AT_ONCE", 4)
     assert heldout.chain_depths(draft, batch, 3) == whole and max(whole) > 0
     assert heldout.chain_depths(draft, batch, 3, first_slot=2) == [0, 0, *whole[2:]]
-    assert heldout.replay(draft, batch, TreeShape(3)) == heldout._replay_tree(draft, batch, TreeShape(3), 3)
+    assert heldout.replay(draft, batch, TreeShape(3)) == heldout._replay_tree(draft, batch, TreeShape(3), 3, 26)
 
 
 @pytest.mark.parametrize("shape", [TreeShape(3), TreeShape(2, 2, 5)], ids=str)

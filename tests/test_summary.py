@@ -22,7 +22,8 @@ def run_folder(tmp_path):
                                      "bytes_stored": 3 << 30, "num_failed": 0},
         "04_train_draft": {"validation_accuracy": [0.5, 0.25], "baseline_accuracy": 0.05, "accept_length": 1.6},
         "05_evaluate_acceptance": {"accept_length": 1.456, "accept_length_by_source": {"maths": 1.7},
-                                   "identical": True},
+                                   "identical": True, "accept_length_from": "decoded",
+                                   "num_prompts": 12, "max_new_tokens": 40},
     }  # fmt: skip
     for stage, metrics in figures.items():
         write_json(tmp_path / stage / "metrics.json", metrics)
@@ -34,7 +35,7 @@ def test_the_result_table_has_the_figures_of_every_stage_that_is_done(run_folder
     assert rows["corpus"] == "10 samples, 1,234 tokens"
     assert rows["extraction"] == "900 tokens/s, 3.00 GiB"
     assert rows["validation accuracy by step"] == "0.500  0.250"
-    assert rows["accept length, held-out prompts"].startswith("1.46")
+    assert rows["accept length, 12 held-out prompts of 40 tokens"].startswith("1.46")
     assert rows["  maths"] == "1.70"
     (run_folder / "05_evaluate_acceptance" / "metrics.json").unlink()
     assert not any("accept length" in label for label, _ in summary.result_rows(run_folder))
@@ -44,17 +45,29 @@ def test_a_failed_probe_and_a_differing_output_stand_out(run_folder):
     write_json(run_folder / "02_patch_and_probe" / "metrics.json", {"num_gates": 9, "passed": False})
     write_json(
         run_folder / "05_evaluate_acceptance" / "metrics.json",
-        {"accept_length": 1.0, "accept_length_by_source": {}, "identical": False},
+        {
+            "accept_length": 1.0,
+            "accept_length_by_source": {},
+            "identical": False,
+            "accept_length_from": "teacher-forced",
+        },
     )
     rows = dict(summary.result_rows(run_folder))
-    assert "FAILED" in rows["probe"] and rows["output equals plain greedy decoding"] == "NO"
-    evaluation = {"accept_length": 1.0, "accept_length_by_source": {}, "identical": None, "parity": {"passed": False}}
+    assert "FAILED" in rows["probe"] and rows["output of PyTorch equals plain greedy decoding"] == "NO"
+    evaluation = {
+        "accept_length": 1.0,
+        "accept_length_by_source": {},
+        "identical": None,
+        "accept_length_from": "teacher-forced",
+        "parity": {"passed": False, "offline": [0.5, 0.25], "served": [0.25, 0.125]},
+    }
     served = {"draft": "3 · 1 · 4", "concurrency": 8, "counted": 1.44, "speed-up": 1.25}
     write_json(run_folder / "05_evaluate_acceptance" / "metrics.json", evaluation | {"served": [served]})
     rows = dict(summary.result_rows(run_folder))
-    assert rows["output equals plain greedy decoding"].startswith("not checked")
+    assert rows["output of PyTorch equals plain greedy decoding"].startswith("not checked")
     assert rows["served by SGLang, 3 · 1 · 4, 8 in flight"].startswith("accept length 1.44, 1.25× the tokens/s")
     assert rows["served acceptance equals the offline one"] == "NO"
+    assert rows["accept length of the served tokens, offline and served"] == "1.75 and 1.38"
 
 
 def test_status_tells_running_from_stopped_by_the_process(tmp_path):

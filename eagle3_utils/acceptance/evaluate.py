@@ -186,7 +186,7 @@ class Evaluation:
         progress = self._progress("replay", len(self.config.replay_shapes))
         for number, numbers in enumerate(self.config.replay_shapes, start=1):
             shape = TreeShape(*numbers)
-            accepted = heldout.replay_all(self.draft, batches, shape)
+            accepted = heldout.replay_all(self.draft, batches, shape, whole=True)
             tokens = [sum(of_sample) + len(of_sample) for of_sample in accepted]
             lengths[served.shape_name(shape)] = ratio_interval(tokens, list(map(len, accepted)))
             progress(number)

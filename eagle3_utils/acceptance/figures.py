@@ -65,6 +65,7 @@ def stage_metrics(
         "identical": not differences if decoded else None,
         "differences": list(differences),
         "num_prompts": len(decoded),
+        "max_new_tokens": config.max_new_tokens,
         "shape": [config.num_steps, config.topk, config.num_draft_tokens or config.num_steps + 1],
         "accept_lengths": to_json(lengths),
         "accepted_by_position": to_json(acceptance_by_position(accepted, config.num_steps)) if decoded else [],

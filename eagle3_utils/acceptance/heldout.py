@@ -2,7 +2,7 @@
 
     prompts = read_prompts(paths, tokenizer, per_source=8)
     decoded = decode_prompts(model, draft, prompts, TreeShape(3), max_new_tokens=64, stop_ids=stops)
-    accept_lengths(decoded)["all"]       # Σ tokens / Σ verifications, with a 95 % interval over prompts
+    accept_lengths(decoded)["all"]       # 1 + Σ accepted / Σ verifications, with a 95 % interval over prompts
 
 `replay` gives the accept lengths of any other tree for the same outputs, without running the target again.
 """
@@ -77,9 +77,11 @@ def decode_prompts(
     return map_on_cores(decode, wanted, model.device, progress)
 
 
-def replay_all(draft: DraftModel, batches: Sequence[PackedBatch], shape: TreeShape) -> list[list[int]]:
+def replay_all(
+    draft: DraftModel, batches: Sequence[PackedBatch], shape: TreeShape, whole: bool = False
+) -> list[list[int]]:
     """`replay` of every sample."""
-    return map_on_cores(lambda batch: replay(draft, batch, shape), batches, draft.fc.weight.device)
+    return map_on_cores(lambda batch: replay(draft, batch, shape, whole), batches, draft.fc.weight.device)
 
 
 def map_on_cores(
@@ -109,9 +111,10 @@ def map_on_cores(
 def accept_lengths(
     decoded: Sequence[DecodedPrompt], num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> dict[str, Interval]:
-    """Accept length by source and for "all": Σ tokens given by verifications / Σ verifications, bonus tokens included.
+    """Accept length by source and for "all": 1 (the bonus token) + Σ accepted drafts / Σ verifications.
 
-    The first token of an answer comes from prefill and is not counted. Prompts whose answer ends there are left out.
+    What `served.py` calls `counted`: neither the token of the prefill nor where an answer ends makes a difference.
+    Prompts without a verification are left out.
     """
     groups: dict[str, list[Decoded]] = {ALL: []}
     for item in decoded:
@@ -120,7 +123,10 @@ def accept_lengths(
             groups.setdefault(item.prompt.source, []).append(item.speculative)
     return {
         source: ratio_interval(
-            [run.num_verified_tokens for run in group], [run.num_verifications for run in group], num_resamples, seed
+            [run.num_verifications + sum(run.num_accepted) for run in group],
+            [run.num_verifications for run in group],
+            num_resamples,
+            seed,
         )
         for source, group in groups.items()
         if group
@@ -171,12 +177,12 @@ def greedy_violations(
 
 
 @torch.inference_mode()
-def replay(draft: DraftModel, batch: PackedBatch, shape: TreeShape) -> list[int]:
+def replay(draft: DraftModel, batch: PackedBatch, shape: TreeShape, whole: bool = False) -> list[int]:
     """Draft tokens accepted per verification if this one sample were decoded with ``shape``, its output being known.
 
     The output are the first supervised tokens in a row: of a sample of several turns the first answer. Equal to what
-    `speculative_decode` gives for the same greedy output, without the target, but for the last verification, where
-    tokens after the end of the output cannot be counted.
+    `speculative_decode` gives for the same greedy output, without the target, but for the last verifications, where
+    tokens after the end of the output cannot be counted; ``whole`` leaves out those that look beyond it.
     """
     mask = batch.loss_mask[1:].int()
     if not mask.any():
@@ -184,11 +190,11 @@ def replay(draft: DraftModel, batch: PackedBatch, shape: TreeShape) -> list[int]
     first = 1 + int(mask.argmax())  # the first output token, which prefill gives
     end = first + int(mask[first - 1 :].cumprod(0).sum())
     batch = replace(batch, input_ids=batch.input_ids[:end], aux=batch.aux[:end])
-    token_ids = batch.input_ids.tolist()
+    last = len(batch.input_ids) - (shape.num_steps if whole else 1)  # roots are before it
     if shape.topk > 1:
-        return _replay_tree(draft, batch, shape, first)
+        return _replay_tree(draft, batch, shape, first, last)
     depths, root, accepted = chain_depths(draft, batch, shape.num_steps, first - 1), first, []
-    while root + 1 < len(token_ids):
+    while root < last:
         accepted.append(depths[root - 1])
         root += depths[root - 1] + 1
     return accepted
@@ -225,12 +231,12 @@ def chain_depths(draft: DraftModel, batch: PackedBatch, num_steps: int, first_sl
     return [0] * first_slot + depths
 
 
-def _replay_tree(draft: DraftModel, batch: PackedBatch, shape: TreeShape, root: int) -> list[int]:
+def _replay_tree(draft: DraftModel, batch: PackedBatch, shape: TreeShape, root: int, last: int) -> list[int]:
     """`replay` verification by verification, for trees."""
     token_ids = batch.input_ids.tolist()
     drafter, accepted, aux_TLH = DraftState(draft), [], batch.aux.to(draft.fc.weight.device)
     hidden_H, logits_D = drafter.extend(aux_TLH[:root], token_ids[1 : root + 1])
-    while root + 1 < len(token_ids):
+    while root < last:
         tree = grow_tree(token_ids[root], hidden_H, logits_D, draft.target_ids, drafter.step, shape)
         node, depth = 0, 0
         while root + depth + 1 < len(token_ids):

@@ -90,14 +90,22 @@ def _measured_rows(metrics: dict[str, dict]) -> list[tuple[str, str]]:
         interval = evaluation["accept_length_interval"]
         by_source = ", ".join(f"{name} {length:.2f}" for name, length in evaluation["accept_length_by_source"].items())
         rows.append((
-            f"accept length ({evaluation['accept_length_from']}, steps · top-k · draft tokens "
-            f"{' · '.join(map(str, evaluation['shape']))})",
+            f"{accept_length_label(evaluation)}, steps · top-k · draft tokens "
+            f"{' · '.join(map(str, evaluation['shape']))}",
             f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]; {by_source}",
         ))  # fmt: skip
         rows += served_rows(evaluation)
     if rows:
         rows.append(("", "Accept length counts the bonus token; 1.0: nothing drafted is accepted. Intervals: 95 %."))
     return rows
+
+
+def accept_length_label(evaluation: dict[str, Any]) -> str:
+    """What stage 05's own accept length was measured on."""
+    if evaluation["accept_length_from"] != "decoded":
+        return f"accept length, {evaluation['accept_length_from']} on validation text"
+    tokens = f" of {evaluation['max_new_tokens']} tokens" if "max_new_tokens" in evaluation else ""
+    return f"accept length, {evaluation['num_prompts']} held-out prompts{tokens}"
 
 
 def served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
@@ -108,8 +116,11 @@ def served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
             speed_up = f", {row['speed-up']:.2f}× the tokens/s of the target alone" if row.get("speed-up") else ""
             label = f"served by SGLang, {row['draft']}, {row['concurrency']} in flight"
             rows.append((label, f"accept length {row['counted']:.2f}{speed_up}"))
-    passed = (evaluation.get("parity") or {}).get("passed")
+    parity = evaluation.get("parity") or {}
+    passed = parity.get("passed")
     if passed is not None:
+        offline, served = (1 + sum(parity[way]) for way in ("offline", "served"))
+        rows.append(("accept length of the served tokens, offline and served", f"{offline:.2f} and {served:.2f}"))
         rows.append(("served acceptance equals the offline one", "yes" if passed else "NO"))
     return rows
 

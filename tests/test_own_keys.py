@@ -6,13 +6,11 @@ import torch
 from eagle3_utils.draft.unrolling import own_keys
 
 
-def random_inputs(
-    num_rows=5, num_places=7, num_heads=6, num_kv=2, width=8, value_width=4, num_own=3, dtype=torch.float64
-):
+def random_inputs(num_rows=5, num_places=7, num_heads=6, num_kv=2, width=8, value_width=4, num_own=3):
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=dtype)
+        return torch.randn(*shape, generator=generator)
 
     places = torch.randperm(num_places, generator=generator)[:num_rows]
     query = random(num_rows, num_heads, width)
@@ -21,7 +19,7 @@ def random_inputs(
 
 
 def test_merged_output_and_gradients_are_those_of_one_softmax():
-    attended, lse, places, query, keys, values = random_inputs(dtype=torch.float32)
+    attended, lse, places, query, keys, values = random_inputs()
     scale = 0.3
     leaves = [tensor.double().requires_grad_() for tensor in (query, keys, values)]
     q, k, v = leaves
@@ -46,7 +44,7 @@ def test_merged_output_and_gradients_are_those_of_one_softmax():
 
 
 def test_the_querys_gradient_from_other_keys_is_added_at_its_place():
-    attended, lse, places, query, keys, values = random_inputs(dtype=torch.float32)
+    attended, lse, places, query, keys, values = random_inputs()
     merged, total = own_keys.merge_own(attended, lse, places, query, keys, values, 0.3)
     by_place = torch.randn(len(attended), *query.shape[1:], generator=torch.Generator().manual_seed(3))
     work = merged, merged, total, query, keys, values, 0.3
@@ -57,7 +55,7 @@ def test_the_querys_gradient_from_other_keys_is_added_at_its_place():
 
 
 @pytest.mark.parametrize("fault", [None, "merge", "gradients"])
-def test_kernels_are_believed_only_when_they_agree(fault, monkeypatch):
+def test_kernels_are_believed_only_when_they_agree(fault):
     combine, differentiate = own_keys.merge_plainly, own_keys.gradients_plainly
 
     def broken_merge(*args):
@@ -75,6 +73,7 @@ def test_kernels_are_believed_only_when_they_agree(fault, monkeypatch):
 
 
 def test_without_kernels_the_compiled_formulas_are_taken_and_it_is_said(monkeypatch, caplog):
+    pytest.importorskip("triton")
     monkeypatch.setattr(own_keys, "largest_difference", lambda *args: 0.5)
     own_keys._on_cuda.cache_clear()
     chosen = own_keys._on_cuda(torch.device("cpu"), torch.float32, 6, 2, 8, 4)

@@ -22,7 +22,7 @@ def compare_with_the_formulas():
     from eagle3_utils.draft.unrolling import own_keys_kernels
 
     for shape in SHAPES:
-        inputs = random_inputs(num_rows=3, dtype=torch.float32, **shape)
+        inputs = random_inputs(num_rows=3, **shape)
         merged, expected = own_keys_kernels.merge(*inputs, 0.3), merge_plainly(*inputs, 0.3)
         torch.testing.assert_close(merged, expected)
         attended, _, places, query, keys, values = inputs

@@ -119,7 +119,7 @@ class PackedDataset:
     prefetch : batches read ahead by a background thread.
     prepare : called there with every batch; what it returns is handed out.
     pin_memory : states are read into page-locked memory, for copies to a GPU. Where all stores are fp8 they stay
-        encoded (`encoded`) until they are there: decoding keeps a thread busy, but hardly a GPU.
+        encoded (`encoded`) until they are there: one thread decodes fewer tokens than a GPU trains on.
     """
 
     def __init__(
@@ -218,6 +218,7 @@ class PackedDataset:
         )
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """[*shape, H]. Page-locked memory is torch's pool: used again once the batch and its copies are done."""
+        """bf16, or uint8 for codes, [*shape, H]. Page-locked memory is torch's pool: used again once the batch and its
+        copies are done."""
         dtype = torch.uint8 if self.encoded else torch.bfloat16
         return torch.empty(*shape, self.reader.meta.hidden_size, dtype=dtype, pin_memory=self.pin_memory)

@@ -1,7 +1,7 @@
 """Parts of the layer written for speed and memory, the same formulas on every device.
 
 - Elementwise chains are compiled on CUDA (`fused`): one kernel instead of several passes over memory. EAGLE3_COMPILE=0
-  in the environment leaves them as they are.
+  in the environment leaves them as they are (not the Triton kernels of unrolling/own_keys_kernels.py).
 - `normed_gated_mlp`, `linear` and `normed_linears` add a weight's gradient to `weight.grad` in place (one product with
   beta = 1), because a weight is used once per step of the unroll: autograd would write a full-size gradient for each
   use and then add it. `rows_of` does the same for a leaf of which each step takes some rows. So `torch.autograd.grad`
@@ -62,10 +62,9 @@ def halves(leaf: torch.Tensor) -> tuple[Columns, Columns]:
     return Columns(leaf, slice(0, middle)), Columns(leaf, slice(middle, None))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor | Columns, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x [N, in] @ weightᵀ [in, out], and a residual [N, out] to it; the weight, a leaf or columns of one, gets its
-    gradient added in place."""
-    return _Linear.apply(x, _columns(weight), residual)
+def linear(x: torch.Tensor, weight: torch.Tensor | Columns) -> torch.Tensor:
+    """x [N, in] @ weightᵀ [in, out]; the weight, a leaf or columns of one, gets its gradient added in place."""
+    return _Linear.apply(x, _columns(weight))
 
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -98,7 +97,7 @@ def normed_linears(
 def normed_gated_mlp(
     x: torch.Tensor, norm: torch.Tensor, eps: float, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """x + down(silu(gate(n)) · up(n)), n the RMS norm (weight [H]) of x: x [N, H], gate and up [I, H], down [H, I]
+    """down(silu(gate(n)) · up(n)), n the RMS norm (weight [H]) of x: x [N, H], gate and up [I, H], down [H, I]
     -> [N, H]."""
     return _NormedGatedMLP.apply(x, norm, eps, gate, up, down)
 
@@ -123,15 +122,15 @@ def _columns(weight: torch.Tensor | Columns) -> Columns:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, residual):
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.has_residual = weight, residual is not None
-        return torch.addmm(residual, x, weight.values.T) if ctx.has_residual else x @ weight.values.T
+        ctx.weight = weight
+        return x @ weight.values.T
 
     @staticmethod
     def backward(ctx, upstream):
         add_weight_gradient(ctx.weight.leaf, upstream, ctx.saved_tensors[0], ctx.weight.columns)
-        return upstream @ ctx.weight.values, None, upstream if ctx.has_residual else None
+        return upstream @ ctx.weight.values, None
 
 
 class _RowsOf(torch.autograd.Function):
@@ -175,7 +174,7 @@ class _NormedGatedMLP(torch.autograd.Function):
         gate_NI, up_NI = normed @ gate.T, normed @ up.T
         ctx.save_for_backward(x, norm, gate_NI, up_NI)
         ctx.weights, ctx.eps = (gate, up, down), eps
-        return torch.addmm(x, swiglu(gate_NI, up_NI), down.T)
+        return swiglu(gate_NI, up_NI) @ down.T
 
     @staticmethod
     def backward(ctx, upstream):
@@ -186,8 +185,8 @@ class _NormedGatedMLP(torch.autograd.Function):
         normed, by_inputs = _normed_again(x, norm, ctx.eps)
         add_weight_gradient(gate, gate_gradient, normed)
         add_weight_gradient(up, up_gradient, normed)
-        by_x, by_norm = by_inputs((gate_gradient @ gate).addmm_(up_gradient, up))
-        return by_x.add_(upstream), by_norm, None, None, None, None
+        by_normed = (gate_gradient @ gate).addmm_(up_gradient, up)
+        return *by_inputs(by_normed), None, None, None, None
 
 
 def _normed_again(x: torch.Tensor, norm: torch.Tensor, eps: float):

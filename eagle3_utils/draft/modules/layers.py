@@ -43,7 +43,7 @@ class Linear(nn.Linear):
 
 
 class MLP(nn.Module):
-    """x + down(silu(gate(n)) * up(n)), n the normed input x."""
+    """down(silu(gate(n)) * up(n)) of the normed input n."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -92,9 +92,9 @@ class LlamaAttention(nn.Module):
         key, value = latent.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).chunk(2, dim=-2)
         return rotate(key, cos, sin), value
 
-    def output(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """attended [N, A, F], residual [N, H] -> [N, H]."""
-        return linear(attended.flatten(-2), self.o_proj.weight, residual)
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended [N, A, F] -> [N, H]."""
+        return linear(attended.flatten(-2), self.o_proj.weight)
 
 
 class MLAttention(nn.Module):
@@ -141,9 +141,9 @@ class MLAttention(nn.Module):
         rotary = rotate(_halves(rotary[:, None]), cos, sin).expand(-1, self.num_heads, -1)
         return torch.cat([nope, rotary], dim=-1), value
 
-    def output(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """attended [N, A, F], residual [N, H] -> [N, H]."""
-        return linear(attended.flatten(-2), self.o_proj.weight, residual)
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended [N, A, F] -> [N, H]."""
+        return linear(attended.flatten(-2), self.o_proj.weight)
 
 
 class DraftLayer(nn.Module):
@@ -160,7 +160,8 @@ class DraftLayer(nn.Module):
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] (the residual), attended [N, A, F] -> the layer's output [N, H], before the final norm."""
-        return self.mlp(self.self_attn.output(attended, hidden), self.post_attention_layernorm)
+        hidden = hidden + self.self_attn.output(attended)
+        return hidden + self.mlp(hidden, self.post_attention_layernorm)
 
 
 def _halves(pairs: torch.Tensor) -> torch.Tensor:

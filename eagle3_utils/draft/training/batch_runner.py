@@ -35,7 +35,7 @@ class PlannedBatch:
 
 
 class BatchRunner:
-    """Options and a coverage cache around `training_time_test`.
+    """Options and a coverage cache around `unroll_in_groups`.
 
     most_frequent: target id whose constant prediction is the baseline. Whether a teacher row's argmax has a draft id
     never changes, so it is kept per sample after the first visit: later ones spare most of the target's head.
@@ -56,12 +56,12 @@ class BatchRunner:
         plan = plan_unroll(batch.loss_mask, batch.cu_seqlens, batch.final_index, self.num_steps)
         parts = plan.split(self.max_rows)
         on_device, attentions = [part.to(self.device) for part in parts], [self._attention(part) for part in parts]
-        rows_of = _teacher_rows(batch)
+        teacher_rows = _teacher_rows(batch)
         if self.device.type == "cuda":
             if self.model.embed_tokens.device.type == "cpu":
                 batch = replace(batch, embeds=F.embedding(batch.input_ids, self.model.embed_tokens))
             batch = batch.pin_memory()
-        return PlannedBatch(batch, plan.num_supervised, on_device, attentions, rows_of)
+        return PlannedBatch(batch, plan.num_supervised, on_device, attentions, teacher_rows)
 
     def forget_coverage(self) -> None:
         """Treat every sample as not visited yet."""

@@ -8,6 +8,7 @@ products per row return the rest.
 The kernel knows causal sequences, not rows picked here and there. So each document's rows are laid into a span from
 its first to its last row, which ends where its keys end. Places without a row have a zero query and a log-sum-exp of
 +inf in the backward pass: no weight and no gradient. Of a plan's parts, each attends only to keys up to its last row.
+Where step-0 keys and values are leaves (groups.py), their gradients are added in place.
 
 T slots · N rows of the plan · n of them at a step · P places in spans · A query heads · K key-value heads · E width.
 Source: FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.

@@ -35,9 +35,10 @@ def unroll_in_groups(
     With gradients enabled the parts' share of them is in `.grad` when this returns; `loss.backward()` (of the loss
     itself, not of a multiple) adds the rest.
     """
-    if covered is None:
+    several = len(parts) > 1
+    if covered is None and several:  # a part sees some teacher rows only
         covered = teacher.coverage(batch.final)
-    options = replace(options, head_gradient_at_once=torch.is_grad_enabled())
+    options = replace(options, head_gradient_at_once=torch.is_grad_enabled() and several)
     prefix = prefix_states(model, batch)
     leaves = PrefixStates(*(t.detach().requires_grad_(t.requires_grad) for t in _tensors(prefix)))
     results = [
@@ -50,7 +51,7 @@ def unroll_in_groups(
         total = _Rest.apply(total, gradients, *_tensors(prefix))
     joined = (torch.cat([getattr(result, name) for result in results]) for name in ("slots", "supervised", "correct"))
     counts = sum((result.counts for result in results[1:]), results[0].counts)
-    return UnrollResult(total, counts, *joined, covered)
+    return UnrollResult(total, counts, *joined, results[0].covered if covered is None else covered)
 
 
 def _taken_back(result: UnrollResult) -> UnrollResult:
@@ -75,4 +76,4 @@ class _Rest(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if gradient is None else gradient * upstream for gradient in gradients)
+        return None, None, *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients)

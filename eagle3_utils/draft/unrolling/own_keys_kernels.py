@@ -1,37 +1,36 @@
 """Triton kernels for `own_keys`: a program holds one row's query heads of one key-value head, for all its own keys.
 
-What PyTorch's compiler makes of the same formulas takes ten times as long, since it reads every operand once more for
-each key. Imported only where there is a GPU (or Triton's interpreter, in the tests).
+What PyTorch's compiler makes of the same formulas reads every operand once more for each key. Imported only where there
+is a GPU (or Triton's interpreter, in the tests).
 
 n rows · P places · A query heads · K key-value heads · G = A / K · i own keys of a row · E key width · F value width.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 
 def merge(attended, lse, places, query, own_keys, own_values, scale: float):
-    """As `own_keys.merge_own`; attended [P, A, F], lse float32 [P, A] of any strides; the rest contiguous."""
+    """As `own_keys.merge_own`; lse may have any strides, places and own keys and values must be contiguous."""
     out = attended.new_empty(len(query), *attended.shape[1:])
     out_lse = lse.new_empty(len(query), query.shape[1])
     sizes, options = _launch(query, own_keys, own_values)
-    _merge[sizes](
-        attended.contiguous(), lse, places, query.contiguous(), own_keys, own_values, out, out_lse,
-        *lse.stride(), scale, *own_keys.shape[1:3], **options,
-    )  # fmt: skip
+    tensors = attended.contiguous(), lse, places, query.contiguous(), own_keys, own_values, out, out_lse
+    with torch.cuda.device_of(query):
+        _merge[sizes](*tensors, *lse.stride(), scale, *own_keys.shape[1:3], **options)
     return out, out_lse
 
 
 def gradients(upstream, attended, lse, query, own_keys, own_values, scale: float, by_place, places):
-    """As `own_keys.own_gradients`; all contiguous."""
+    """As `own_keys.own_gradients`; query and by_place may have any strides, the rest must be contiguous."""
     by_query, by_keys, by_values = (tensor.new_empty(tensor.shape) for tensor in (query, own_keys, own_values))
     sizes, options = _launch(query, own_keys, own_values)
-    _gradients[sizes](
-        upstream, attended, lse, query.contiguous(), own_keys, own_values, by_place.contiguous(), places,
-        by_query, by_keys, by_values, scale, *own_keys.shape[1:3], **options,
-    )  # fmt: skip
+    given = upstream, attended, lse, query.contiguous(), own_keys, own_values, by_place.contiguous(), places
+    with torch.cuda.device_of(query):
+        _gradients[sizes](*given, by_query, by_keys, by_values, scale, *own_keys.shape[1:3], **options)
     return by_query, by_keys, by_values
 
 

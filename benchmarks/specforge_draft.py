@@ -227,7 +227,7 @@ class Peer:
 def draft_json(shape: DraftConfig, target: Target) -> dict[str, Any]:
     """The draft's config.json for SpecForge, to which `norm_output: false` would mean no norm before the head."""
     values = config_json(shape, target, "bfloat16")
-    for name in ("norm_output", "fc_norm", "rope_scaling", "trained_aux_layers"):
+    for name in ("norm_output", "fc_norm", "rope_scaling", "trained_aux_layers", "trained_with"):
         del values[name]
     text = target.text_config
     more = {"pad_token_id": text.get("pad_token_id") or 0, "initializer_range": text.get("initializer_range", 0.02)}

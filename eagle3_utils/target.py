@@ -197,17 +197,16 @@ def _logit_scale(text: dict[str, Any]) -> float:
 
 
 def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
-    """RoPE in one form, whether config.json has `rope_parameters` (transformers 5) or theta and scaling apart.
+    """RoPE in one form, whether config.json has `rope_parameters` (transformers 5) or theta and scaling apart; where it
+    has both, `rope_scaling` counts, as when transformers loads it.
 
     Of a target whose layers differ, that of its full attention. Sections for images (`mrope`) are left out: for text,
     where the three positions are one, it is `default`, and SGLang serves drafts so (llama_eagle3.py).
     """
-    rope = text.get("rope_parameters")
-    if not rope:
-        rope = dict(text.get("rope_scaling") or {})
-        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
-        rope = {"rope_theta": text.get("rope_theta", 10000.0)} | rope
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     rope = {name: value for name, value in rope.get("full_attention", rope).items() if not name.startswith("mrope")}
+    kind = rope.pop("type", "default")
+    rope = {"rope_theta": text.get("rope_theta", 10000.0), "rope_type": kind} | rope
     return rope | ({"rope_type": "default"} if rope.get("rope_type") == "mrope" else {})
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle3_utils.draft.boundaries import aux_layers_of, captured_boundaries, layer_ids_for
+from eagle3_utils.draft.boundaries import aux_layers_of, captured_boundaries, layer_ids_for, states_given
 from eagle3_utils.errors import UserError
 
 
@@ -34,6 +34,11 @@ def test_layer_ids_make_the_targets_class_capture_the_trained_layers(architectur
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 def test_no_ids_at_all_mean_the_class_own_default(architecture):
     assert captured_boundaries(fake_target(architecture), None) == [2, 30, 58]
+
+
+def test_a_draft_is_given_no_layer_twice_and_the_last_one_by_gemma_alone():
+    assert states_given(fake_target("LlamaForCausalLM"), [-1, 2, 2, 59, 60, 61]) == [2, 59]
+    assert states_given(fake_target("Gemma3ForCausalLM"), [2, 60, 61]) == [2, 60]
 
 
 def test_target_without_capture_is_refused():

@@ -152,9 +152,11 @@ def test_rope_that_sglang_would_serve_otherwise_is_refused_by_kind_with_what_can
         draft_config_for(TrainConfig(rope=dynamic | {"rope_type": "linear"}, layer_kind="mla"), target, LAYERS)
 
 
-@pytest.mark.parametrize("layers", [[2], [0, 1, 2, 4]])
-def test_any_number_of_auxiliary_layers_trains(target, layers):
+@pytest.mark.parametrize("layers", [[1, 2], [0, 1, 2, 4]])
+def test_any_number_of_auxiliary_layers_above_one_trains(target, layers):
     vocab = vocab_map_of(torch.arange(256), target.vocab_size)
     model = new_draft(TrainConfig(draft_vocab_size=256), target, layers, vocab)
     assert model.fc.weight.shape == (64, len(layers) * 64)
     assert model.project(torch.randn(5, len(layers), 64)).shape == (5, 64)
+    with pytest.raises(UserError, match="two layers or more"):
+        new_draft(TrainConfig(draft_vocab_size=256), target, layers[:1], vocab)

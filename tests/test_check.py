@@ -49,14 +49,25 @@ FAULTS = {
     "other RoPE": (None, lambda c: c["rope_parameters"].update(rope_theta=5e5), "'rope_theta': 500000.0"),
     "other layers": (
         None,
-        lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
-        "capture the outputs of layers [2, 3, 5]; the draft was trained on [1, 2, 4]",
+        lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 4]),
+        "capture the outputs of layers [2, 3, 4]; the draft was trained on [1, 2, 4]",
     ),
     "no capture": (
         None,
         lambda c: c["eagle_config"].update(use_aux_hidden_state=False),
         "would feed final states",
     ),
+    "fewer ids than fc takes": (
+        None,
+        lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[1, 2]),
+        "of which a draft is given [1, 2]: 2 where fc takes 3; SGLang would stop at the first request",
+    ),
+    "RoPE scaled beside": (None, lambda c: c.update(rope_scaling={"type": "linear", "factor": 2}), "'factor': 2.0"),
+    "gelu": (None, lambda c: c.update(hidden_act="gelu"), "hidden_act is gelu"),
+    "biases": (None, lambda c: c.update(attention_bias=True), "attention_bias is true: SGLang would add biases"),
+    "two layers": (None, lambda c: c.update(num_hidden_layers=2), "num_hidden_layers is 2, not 1"),
+    "other epsilon": (None, lambda c: c.update(rms_norm_eps=0.01), "rms_norm_eps is 0.01, the draft was trained with"),
+    "other output": (None, lambda c: c.update(norm_output=not c["norm_output"]), "norm_output is "),
     "tied": (None, lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings"),
 }
 
@@ -117,7 +128,7 @@ def test_a_sound_draft_has_notes_but_no_problem(exported, target):
 
 def test_our_own_drafts_say_themselves_what_they_were_trained_on(exported, target):
     assert check_draft(exported, target) == []
-    edit(exported, config=lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 5]))
+    edit(exported, config=lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 4]))
     assert "the draft was trained on [1, 2, 4]" in check_draft(exported, target)[0]
 
 
@@ -125,8 +136,22 @@ def test_a_draft_trained_with_a_rope_of_its_own_is_held_against_that_one(exporte
     draft.config = replace(draft.config, rope={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
     export_draft(draft, target, exported)
     assert check_draft(exported, target) == []
-    edit(exported, config=lambda c: c["rope_parameters"].update(factor=2.0))
+    edit(exported, config=lambda c: c["rope_scaling"].update(factor=2.0))
     assert "'factor': 4.0}, with which the draft was trained" in check_draft(exported, target)[0]
+
+
+def test_heads_of_another_width_are_noticed_where_the_draft_says_its_own(exported, target):
+    """Twice as many of half the width have the same tensors."""
+
+    def halve(values):
+        values.update({name: values[name] * 2 for name in ("num_attention_heads", "num_key_value_heads")})
+        values["head_dim"] //= 2
+
+    edit(exported, config=halve)
+    problems = check_draft(exported, target)
+    assert len(problems) == 3 and all("acceptance would fall without an error" in line for line in problems)
+    edit(exported, config=lambda c: c.pop("trained_with"))  # an older export
+    assert check_draft(exported, target) == []
 
 
 def test_a_missing_width_is_a_problem_and_no_crash(exported, target):

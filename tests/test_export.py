@@ -61,7 +61,8 @@ def test_mla_draft_is_clean_and_loads_to_the_same_logits(layers, target, tmp_pat
     pretend_training(model)
     folder = export_draft(model, target, tmp_path / "draft", torch.float32)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
-    assert check_draft(folder, target, layers) == []
+    problems = check_draft(folder, target, layers)  # states as wide as the draft's go past fc (kimi_k25_eagle3.py)
+    assert problems == [] if len(layers) > 1 else "SGLang would skip fc" in problems[0]
     loaded = load_draft(folder, target)
     assert loaded.config == model.config
     aux, tokens = torch.randn(5, len(layers), 64), torch.arange(5)

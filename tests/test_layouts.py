@@ -1,11 +1,13 @@
 """Drafts of other trainers: recognised, put into SGLang's names, and their differences said."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from draft_folders import LAYERS
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from eagle3_utils.draft.check import review_draft
 from eagle3_utils.draft.export import load_draft
@@ -13,7 +15,7 @@ from eagle3_utils.draft.layouts import read_draft_files
 from eagle3_utils.errors import UserError
 
 pytest_plugins = ["draft_folders"]  # fixtures
-OURS = ("num_aux_hidden_states", "trained_aux_layers")
+OURS = ("num_aux_hidden_states", "trained_aux_layers", "trained_with")
 
 
 @pytest.fixture
@@ -36,10 +38,54 @@ def without(values, *keys):
 def test_specforge_leaves_the_layers_to_sglangs_default_and_rope_to_whom_trained_it(parts, target, tmp_path):
     values, tensors = parts
     values = without(values, "eagle_config", *OURS, "rope_parameters") | {"rope_theta": 500000.0}
-    review = review_draft(write(tmp_path / "s", values, tensors), target)
+    folder = write(tmp_path / "s", values, tensors)
+    review = review_draft(folder, replace(target, num_layers=8))
     assert "SpecForge" in review.layout and review.problems == []
     notes = "\n".join(review.notes)
     assert "captures its default layers" in notes and "right only if the draft was trained with it" in notes
+    (problem,) = review_draft(folder, target).problems  # of six layers, the default names one twice
+    assert "layers [1, 2, 2], of which a draft is given [1, 2]: 2 where fc takes 3; SGLang would stop" in problem
+
+
+def test_rope_scaling_beside_rope_parameters_is_what_transformers_loads(parts, target, tmp_path):
+    values, tensors = parts
+    values = without(values, *OURS) | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    folder = write(tmp_path / "r", values, tensors)
+    loaded = AutoConfig.from_pretrained(folder).rope_parameters
+    assert (loaded["rope_type"], loaded["factor"], loaded["rope_theta"]) == ("linear", 2.0, values["rope_theta"])
+    assert any("'factor': 2.0" in note and "is not the target's" in note for note in review_draft(folder, target).notes)
+
+
+LATE = "; SGLang would stop at the first request, if it starts"
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([1, 2, 99], "layers [1, 2, 99], of which a draft is given [1, 2]: 2 where fc takes 3" + LATE),
+        ([1, 2, 5], "layers [1, 2, 5], of which a draft is given [1, 2]: 2 where fc takes 3" + LATE),  # the last one
+        ([-1, 2, 4], "layers [-1, 2, 4], of which a draft is given [2, 4]: 2 where fc takes 3" + LATE),
+        ([2, 98, 99], "is given [2]: 1 where fc takes 3; SGLang would skip fc without a word"),
+        ("1,2,4", "layer ids '1,2,4' are no list of whole numbers: SGLang would not start"),
+        (["1", "2", "4"], "layer ids ['1', '2', '4'] are no list of whole numbers"),
+        (None, "eagle_config is '1,2,4', no object: SGLang would not start"),
+    ],
+)
+def test_layer_ids_that_sglang_cannot_serve_are_one_problem(ids, said, parts, target, tmp_path):
+    values, tensors = parts
+    says = {"eagle_aux_hidden_state_layer_ids": ids} if ids else "1,2,4"
+    folder = write(tmp_path / "i", without(values, *OURS) | {"eagle_config": says}, tensors)
+    problems = review_draft(folder, target if ids else replace(target, num_layers=8)).problems
+    assert len(problems) == 1 and said in problems[0]
+
+
+def test_the_older_name_of_fc_norm_asks_for_its_weights(parts, target, tmp_path):
+    values, tensors = parts
+    values = without(values, "fc_norm", *OURS) | {"use_aux_norm": True}
+    assert review_draft(write(tmp_path / "a", values, tensors), target).problems == []
+    lacking = {name: tensor for name, tensor in tensors.items() if not name.startswith("fc_norm.")}
+    problems = review_draft(write(tmp_path / "b", values, lacking), target).problems
+    assert [line.split(":")[0] for line in problems] == [f"fc_norm.{index}.weight is missing" for index in range(3)]
 
 
 def test_eagles_own_checkpoint_needs_another_architecture(parts, target, tmp_path):

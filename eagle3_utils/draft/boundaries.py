@@ -27,14 +27,32 @@ _SETTER = "set_eagle3_layers_to_capture"
 def captured_boundaries(target: Target, layer_ids: list[int] | None) -> list[int]:
     """The boundaries the served target captures when a draft's config names `layer_ids` (None: no ids), ascending.
 
-    Raises `UserError` when SGLang is not installed or the target's class has no EAGLE-3 capture.
+    Raises `UserError` when the ids are no list of whole numbers, SGLang is not installed or the target's class has no
+    EAGLE-3 capture.
     """
+    if not (layer_ids is None or are_layer_ids(layer_ids)):
+        raise UserError(f"layer ids {layer_ids!r} are no list of whole numbers", str(target.path))
     stand_in = _StandIn(target)
     setter = _setter_of(target.architecture)
     if setter is None:
         raise UserError(f"{target.architecture} has no EAGLE-3 capture in the installed SGLang", str(target.path))
     setter(stand_in, None if layer_ids is None else list(layer_ids))
     return sorted(stand_in.captured)
+
+
+def are_layer_ids(value: Any) -> bool:
+    """Whether a value of some config.json is what SGLang can take for layer ids."""
+    return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
+
+
+def states_given(target: Target, aux_layers: list[int]) -> list[int]:
+    """Those of `aux_layers` whose outputs SGLang hands a draft, each once, ascending.
+
+    A model file looks at every layer what enters it, so the last layer's output is handed out by no class but Gemma's.
+    Source: the uses of `layers_to_capture` in sglang/srt/models/*.py.
+    """
+    last = target.num_layers - (1 if target.architecture.startswith("Gemma") else 2)
+    return sorted({layer for layer in aux_layers if 0 <= layer <= last})
 
 
 def layer_ids_for(target: Target, aux_layers: list[int]) -> list[int]:

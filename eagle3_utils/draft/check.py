@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from eagle3_utils.devices import one_torch_thread
-from eagle3_utils.draft.boundaries import aux_layers_of, layer_ids_for
-from eagle3_utils.draft.export import LAYER_IDS, draft_config_of
+from eagle3_utils.draft.boundaries import are_layer_ids, aux_layers_of, layer_ids_for, states_given
+from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS, SHAPE_KEYS, draft_config_of
 from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
 from eagle3_utils.draft.modules.rope import why_served_otherwise
 from eagle3_utils.draft.network import DraftConfig, DraftModel
@@ -25,6 +25,7 @@ from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
 from eagle3_utils.target import Target, load_final_norm
 
+_NUM_STATES = "num_aux_hidden_states"
 _BLOCK = 512  # rows and columns of a matrix that are looked at for its spectrum
 _EDGE_MARGIN = 1.1  # the largest singular value of noise stays this close to its edge from 64 × 64 on
 _SCATTERS = 6  # deviations by which noise's measured kurtosis may exceed 3
@@ -62,48 +63,76 @@ def review_draft(folder: Path, target: Target, trained_aux_layers: list[int] | N
         review.problems.append("config.json has no draft_vocab_size: SGLang would stop with an AttributeError")
         files.values["draft_vocab_size"] = len(files.tensors["d2t"]) if "d2t" in files.tensors else None
     try:
-        config = draft_config_of(files.values | {"eagle_config": {LAYER_IDS: _any_ids(files, target)}}, target)
+        any_ids = list(range(fused)) if type(fused := _fused_states(files)) is int else [0, 1, 2]
+        config = draft_config_of(files.values | {"eagle_config": {LAYER_IDS: any_ids}}, target)
     except UserError as error:
         review.problems.append(f"{error.what}: SGLang would not start")
         return review
     _check_config(files, config, target, review)
+    _check_constants(files.values, config, review.problems)
     _check_tensors(files, config, target, review)
     review.problems += _vocab_problems(files.tensors, config)
     return review
 
 
-def _any_ids(files: DraftFiles, target: Target) -> list[int]:
-    """Layer ids to build a `DraftConfig` with; whether they are the right ones is `_check_layers`' question."""
-    if ids := (files.values.get("eagle_config") or {}).get(LAYER_IDS):
-        return ids
-    layers = [boundary - 1 for boundary in files.boundaries] if files.boundaries else aux_layers_of(target, None)
-    return layer_ids_for(target, layers)
+def _fused_states(files: DraftFiles) -> Any:
+    """How many auxiliary states SGLang builds `fc` for (MLA's class does not read the number itself)."""
+    ids = files.boundaries or (files.values.get("eagle_config") or {}).get(LAYER_IDS)
+    said = None if files.values["architectures"][0] == ARCHITECTURES["mla"] else files.values.get(_NUM_STATES)
+    return said if said is not None else len(ids) if are_layer_ids(ids) else 3
 
 
 def _check_layers(files: DraftFiles, target: Target, trained: list[int] | None, review: Review) -> None:
-    """Which layers this target's own class will capture, beside those of training."""
+    """Which layers this target's own class will capture, beside those of training and the width of `fc`."""
     ids = (files.values.get("eagle_config") or {}).get(LAYER_IDS)
     if files.boundaries is not None:
-        right = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
+        ids = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
         review.problems.append(
             f"layer ids {files.boundaries} stand outside eagle_config and count what enters a layer: for "
-            f"{target.architecture} write eagle_config.{LAYER_IDS} = {right}"
+            f"{target.architecture} write eagle_config.{LAYER_IDS} = {ids}"
         )
+    elif not (ids is None or are_layer_ids(ids)):
+        review.problems.append(f"layer ids {ids!r} are no list of whole numbers: SGLang would not start")
         return
-    captured = aux_layers_of(target, ids or None)
-    if not ids and files.layout == "sglang":
+    captured = aux_layers_of(target, ids)
+    given, fused = states_given(target, captured), _fused_states(files)
+    capture = f"layer ids {ids or '(default)'} make {target.architecture} capture the outputs of layers"
+    if ids is None and files.layout == "sglang":
         review.problems.append(
             f"config.json has no eagle_config.{LAYER_IDS}: SGLang would capture its default layers {captured}"
         )
+    elif len(given) != fused or len(given) == 1 or not set(captured) <= set(given):
+        end = "skip fc without a word" if len(given) == 1 else "stop at the first request, if it starts"
+        review.problems.append(
+            f"{capture} {captured}, of which a draft is given {given}: {len(given)} where fc takes {fused!r}; "
+            f"SGLang would {end}"
+        )
     elif trained is not None and captured != sorted(trained):
         review.problems.append(
-            f"layer ids {ids} make {target.architecture} capture the outputs of layers {captured}; "
-            f"the draft was trained on {sorted(trained)}: acceptance would fall without an error"
+            f"{capture} {captured}; the draft was trained on {sorted(trained)}: acceptance would fall without an error"
         )
-    else:
+    elif files.boundaries is None:
         review.notes.append(
             f"layer ids {ids or '(default)'}: {target.architecture} captures the outputs of layers {captured}"
         )
+
+
+def _check_constants(values: dict[str, Any], config: DraftConfig, problems: list[str]) -> None:
+    """What SGLang's class reads and a draft of one layer, as it is trained, has in one way only."""
+    if values.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {values['hidden_act']}: SGLang's class has silu alone and would not start")
+    if values.get("num_hidden_layers") != 1:
+        count = values.get("num_hidden_layers")
+        problems.append(f"num_hidden_layers is {count}, not 1: SGLang would not start, or serve layers never trained")
+    for name in ("attention_bias", "bias") if config.layer_kind == "llama" else ("bias",):
+        if values.get(name):
+            problems.append(f"{name} is true: SGLang would add biases, at random values where the file has none")
+    ours = {theirs: name for name, theirs in SHAPE_KEYS.items()}
+    for name, trained in (values.get("trained_with") or {}).items():
+        if (served := getattr(config, ours.get(name, name), None)) != trained:
+            problems.append(
+                f"{name} is {served}, the draft was trained with {trained}: acceptance would fall without an error"
+            )
 
 
 def _check_config(files: DraftFiles, config: DraftConfig, target: Target, review: Review) -> None:

@@ -27,7 +27,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForC
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # our name -> config.json's
-_SHAPE_KEYS = {
+SHAPE_KEYS = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_heads": "num_attention_heads",
@@ -40,6 +40,8 @@ _SHAPE_KEYS = {
     "fc_norm": "fc_norm",
     "norm_output": "norm_output",
 }
+# What SGLang would serve otherwise than it was trained without a tensor's shape telling
+_UNSEEN = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "norm_output", *MLA_WIDTHS)
 
 
 def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, An
     values = {
         "architectures": [ARCHITECTURES[config.layer_kind]],
         "model_type": "deepseek_v3" if config.layer_kind == "mla" else "llama",
-        **{theirs: getattr(config, ours) for ours, theirs in _SHAPE_KEYS.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in SHAPE_KEYS.items()},
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -69,6 +71,7 @@ def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, An
     if config.layer_kind == "mla":
         values |= {name: getattr(config, name) for name in MLA_WIDTHS}
         del values["head_dim"]
+    values["trained_with"] = {name: values[name] for name in _UNSEEN if name in values}  # for check.py, too
     for name in ("bos_token_id", "eos_token_id"):
         if target.text_config.get(name) is not None:
             values[name] = target.text_config[name]
@@ -129,15 +132,17 @@ def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
     Raises `UserError` naming the first key that is missing.
     """
     layer_kind = next(kind for kind, name in ARCHITECTURES.items() if name == values["architectures"][0])
-    shape = {ours: values[theirs] for ours, theirs in _SHAPE_KEYS.items() if values.get(theirs) is not None}
+    shape = {ours: values[theirs] for ours, theirs in SHAPE_KEYS.items() if values.get(theirs) is not None}
     for ours in ("hidden_size", "intermediate_size", "num_heads", "vocab_size"):
-        if ours not in shape:
-            raise UserError(f"config.json has no {_SHAPE_KEYS[ours]}")
+        if not shape.get(ours):
+            raise UserError(f"config.json has no {SHAPE_KEYS[ours]}")
     shape = {
         "num_kv_heads": shape["num_heads"],
         "head_dim": shape["hidden_size"] // shape["num_heads"],
         "draft_vocab_size": shape["vocab_size"],
+        "rms_norm_eps": 1e-6,  # transformers' default
     } | shape
+    shape["fc_norm"] = bool(values.get("fc_norm") or values.get("use_aux_norm"))  # an older name
     ids = (values.get("eagle_config") or {}).get(LAYER_IDS)
     if not ids:
         raise UserError(f"config.json has no eagle_config.{LAYER_IDS}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from eagle3_utils.draft.boundaries import are_layer_ids
 from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS, load_tensors, read_any_config
 from eagle3_utils.errors import UserError
 
@@ -59,7 +60,7 @@ def read_draft_files(folder: Path) -> DraftFiles:
     if {"fc.weight", "midlayer.hidden_norm.weight"} <= names:
         problem = f"architecture {architecture} would be built as a whole model: write {LLAMA} into config.json"
         found = _sglang({**values, "architectures": [LLAMA]}, tensors)
-        found.layout, found.problems = "eagle (SafeAILab's EAGLE-3)", [problem]
+        found.layout, found.problems = "eagle (SafeAILab's EAGLE-3)", [problem, *found.problems]
         return found
     if "fc.weight" in names and "lm_head.weight" not in names:
         problem = "an EAGLE-1/2 draft (it has no lm_head of its own): serve it with --speculative-algorithm EAGLE"
@@ -71,7 +72,10 @@ def read_draft_files(folder: Path) -> DraftFiles:
 def _sglang(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFiles:
     ours = "num_aux_hidden_states" in values
     found = DraftFiles("sglang" if ours else "sglang (SpecForge or alike)", values, _renamed(tensors))
-    if not ours and not (values.get("eagle_config") or {}).get(LAYER_IDS):
+    if not isinstance(values.get("eagle_config", {}), dict):
+        found.problems.append(f"eagle_config is {values['eagle_config']!r}, no object: SGLang would not start")
+        found.values = values | {"eagle_config": {}}
+    elif not ours and values.get("eagle_config", {}).get(LAYER_IDS) is None:
         found.notes.append(f"no eagle_config.{LAYER_IDS}: SGLang captures its default layers, as SpecForge trains on")
     return found
 
@@ -92,7 +96,10 @@ def _speculators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dr
         )
     if values.get("norm_before_fc"):
         found.problems.append("norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have")
-    if found.boundaries is None:
+    if not (found.boundaries is None or are_layer_ids(found.boundaries)):
+        found.problems.append(f"{LAYER_IDS} {found.boundaries!r} are no list of whole numbers: nothing could serve it")
+        found.boundaries = None
+    elif found.boundaries is None:
         found.notes.append(f"no {LAYER_IDS}: vLLM and SGLang both capture what enters layers 2, n/2 and n-3")
     return found
 

@@ -36,9 +36,13 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
     """The draft's shape: the target's heads, RoPE and MLP width unless the parameters say otherwise.
 
     A Llama-like draft of an MLA target gets 128-wide heads, eight of them for keys and values.
-    Raises `UserError` when an MLA draft is wanted for a target without MLA, and for RoPE parameters that name no type
-    or no theta, or that SGLang would serve otherwise than they are trained.
+    Raises `UserError` for a single layer, when an MLA draft is wanted for a target without MLA, and for RoPE parameters
+    that name no type or no theta, or that SGLang would serve otherwise than they are trained.
     """
+    aux_layers = tuple(aux_layers)
+    if len(aux_layers) == 1:
+        why = "SGLang passes a single captured state by `fc` (llama_eagle3.py: it is as wide as an embedding)"
+        raise UserError(why, f"aux_layers {list(aux_layers)}", "capture two layers or more", exit_code=2)
     if config.rope is not None and not {"rope_type", "rope_theta"} <= config.rope.keys():
         raise UserError(f"rope {config.rope} needs rope_type and rope_theta", "rope", exit_code=2)
     rope = config.rope or target.rope
@@ -62,7 +66,7 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
         head_dim=head_dim,
         vocab_size=target.vocab_size,
         draft_vocab_size=min(config.draft_vocab_size, target.vocab_size),
-        aux_layers=tuple(aux_layers),
+        aux_layers=aux_layers,
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
         rope=rope,

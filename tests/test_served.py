@@ -105,10 +105,11 @@ class SlowClient:
     """Counts how many requests are in flight at once."""
 
     def __init__(self):
-        self.in_flight = self.most = self.warm_ups = 0
+        self.in_flight = self.most = self.warm_ups = self.asked = 0
 
     def generate(self, input_ids, *, max_new_tokens, **fields):
         self.warm_ups += max_new_tokens == 16
+        self.asked += 1
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         time.sleep(0.02)
@@ -122,6 +123,7 @@ def test_measure_keeps_that_many_requests_in_flight_and_order_and_does_not_count
     run = served.measure(client, prompts, 64, 4, "3 · 1 · 4", TreeShape(3))
     assert [found.prompt_id for found in run.answers] == [str(n) for n in range(12)]
     assert client.most == 4 and client.warm_ups == 12  # every prompt
+    assert client.asked == 12 * (1 + 3)  # a short run is timed three times
     assert run.tokens_per_second == pytest.approx(24 / run.wall_seconds)
 
 

@@ -7,9 +7,10 @@ samples, decoded, served_part = work.teacher_forced(), work.decode_held_out(), w
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,8 @@ class Evaluation:
             self.config, self.target, prompts, self.draft_folder, self.stage.folder,
             self.stage.log.info, progress,
         )  # fmt: skip
+        lines = [json.dumps({"run": run.name} | asdict(answer)) for run in found for answer in run.answers]
+        runs.write_text(self.stage.folder / "served.jsonl", "\n".join(lines) + "\n")
         return ServedPart(runs=found, prompts=prompts)
 
     def served_changes(self, served_part: ServedPart) -> list[dict[str, Any]]:

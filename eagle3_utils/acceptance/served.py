@@ -10,8 +10,7 @@ Accept length, three ways, all with the bonus token: `total` = Σ completion tok
 1 + Σ accepted drafts / Σ verifications from `spec_correct_drafts_histogram`. The first two count the token that prefill
 gives and lose drafts accepted beyond a stop, so `counted` is the one to compare with other ways of measuring.
 
-Needs a GPU: EAGLE3 in SGLang 0.5.14 runs CUDA kernels. Fields of `meta_info`: sglang/srt/managers/tokenizer_manager.py
-`_calculate_spec_decoding_metrics`.
+Needs a GPU: EAGLE3 in SGLang 0.5.14 runs CUDA kernels. Fields of `meta_info`: tokenizer_manager.py there.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from eagle3_utils.target import Target
 
 NO_DRAFT = "no draft"
 _WARM_UP_TOKENS = 16
+_LEAST_SECONDS, _MOST_ROUNDS = 10.0, 3
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,9 @@ def why_not_served(config: EvaluateConfig) -> str | None:
     return "no CUDA GPU here; SGLang's EAGLE3 runs CUDA kernels only"
 
 
-def _name(shape: TreeShape | None) -> str:
-    return shape_name(shape) if shape else NO_DRAFT
-
-
-def shape_name(shape: TreeShape) -> str:
+def shape_name(shape: TreeShape | None) -> str:
     """The shape as "steps · topk · draft tokens"."""
-    return f"{shape.num_steps} · {shape.topk} · {shape.num_draft_tokens}"
+    return f"{shape.num_steps} · {shape.topk} · {shape.num_draft_tokens}" if shape else NO_DRAFT
 
 
 def speculative_flags(draft_folder: Path, shape: TreeShape) -> list[str]:
@@ -141,7 +137,7 @@ def serve(
     progress(0)
     for shape, client in _servers(config, target, draft_folder, folder, log):
         for concurrency in config.served_concurrency:
-            name = _name(shape)
+            name = shape_name(shape)
             found.append(measure(client, prompts, config.served_max_new_tokens, concurrency, name, shape))
             log(f"{found[-1].name}: {found[-1].tokens_per_second:,.0f} tokens/s")
             progress(len(found))
@@ -169,9 +165,9 @@ def _servers(
     common += [] if config.max_running_requests else ["--max-running-requests", str(most)]
     for shape in (None, *(TreeShape(*numbers) for numbers in config.served_shapes)):
         flags = common + (speculative_flags(draft_folder, shape) if shape else [])
-        log_path, started = folder / f"server-{_name(shape).replace(' ', '')}.log", time.perf_counter()
+        log_path, started = folder / f"server-{shape_name(shape).replace(' ', '')}.log", time.perf_counter()
         with Server(config, target, log_path, folder, extra_args=flags) as server:
-            log(f"{_name(shape)}: the server is ready after {time.perf_counter() - started:.0f} s")
+            log(f"{shape_name(shape)}: the server is ready after {time.perf_counter() - started:.0f} s")
             yield shape, server.client
 
 
@@ -203,8 +199,9 @@ def measure(
 ) -> ServedRun:
     """Answer all prompts greedily, ``concurrency`` at a time, after a warm-up that is not counted.
 
-    The warm-up asks every prompt for a few tokens at the same concurrency, so that whatever a server compiles or
-    captures when it first sees a length or a batch size has happened before the clock starts.
+    The warm-up asks every prompt for a few tokens at the same concurrency, so that what a server compiles when it
+    first sees a length or batch size is over before the clock starts. A run of less than ten seconds is timed up to
+    three times: its time is the mean, its answers are the first.
     ``sampling``: further sampling parameters of SGLang (``ignore_eos=True``, …).
     """
 
@@ -215,9 +212,12 @@ def measure(
 
     with ThreadPoolExecutor(concurrency) as pool:
         list(pool.map(lambda prompt: ask(prompt, min(_WARM_UP_TOKENS, max_new_tokens)), prompts))
-        started = time.perf_counter()
-        answers = list(pool.map(ask, prompts))
-    return ServedRun(draft, shape, concurrency, time.perf_counter() - started, answers)
+        rounds, seconds = [], []
+        while not rounds or (sum(seconds) < _LEAST_SECONDS and len(rounds) < _MOST_ROUNDS):
+            started = time.perf_counter()
+            rounds.append(list(pool.map(ask, prompts)))
+            seconds.append(time.perf_counter() - started)
+    return ServedRun(draft, shape, concurrency, sum(seconds) / len(seconds), rounds[0])
 
 
 def parse_answer(prompt: Prompt, body: dict[str, Any], latency_seconds: float) -> ServedAnswer:

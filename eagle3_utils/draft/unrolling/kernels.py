@@ -10,16 +10,15 @@ P places in spans · A query heads · K key-value heads · E width of queries an
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-logger = logging.getLogger("eagle3.train")
+from eagle3_utils.draft.unrolling.trust import relative_difference, trusted
+
 _WIDTH_OF_VERSION_4 = 128
-_MOST_DIFFERENCE = 0.02  # of the norm, in bfloat16
 
 
 @dataclass
@@ -103,17 +102,12 @@ def _kernels(device: torch.device, width: int, heads_per_key: int, dtype: torch.
     version_2 = _forward_2, _backward_2
     if torch.cuda.get_device_capability(device) < (9, 0) or width != _WIDTH_OF_VERSION_4:
         return version_2
-    try:
-        version_4 = _version_4()
-        difference = _largest_difference(version_2, version_4, device, width, heads_per_key, dtype)
-    except Exception as error:  # noqa: BLE001 (a compiler may raise anything, and version 2 does the same work)
-        logger.warning("FlashAttention 4 is not used: %s: %s", type(error).__name__, str(error)[:200])
-        return version_2
-    if not difference < _MOST_DIFFERENCE:
-        logger.warning("FlashAttention 4 is not used: it differs from version 2 by %.3f", difference)
-        return version_2
-    logger.info("attention by FlashAttention 4")
-    return version_4
+    return trusted(
+        "FlashAttention 4",
+        _version_4,
+        version_2,
+        lambda first, second: _largest_difference(first, second, device, width, heads_per_key, dtype),
+    )
 
 
 def _largest_difference(first, second, device, width: int, heads_per_key: int, dtype: torch.dtype) -> float:
@@ -135,5 +129,5 @@ def _largest_difference(first, second, device, width: int, heads_per_key: int, d
         known = lse.clone()
         known[:, ::7] = float("inf")
         gradients = differentiate(upstream, query, attended, keys, values, known, spans, scale)
-        results.append([part.float() for part in (attended, lse, *gradients[:3])])
-    return max(float((b - a).norm() / a.norm()) for a, b in zip(*results, strict=True))
+        results.append((attended, lse, *gradients[:3]))
+    return relative_difference(*results)

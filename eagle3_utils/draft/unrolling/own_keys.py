@@ -11,16 +11,13 @@ n rows · P places · A query heads · K key-value heads · G = A / K · i own k
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import torch
 
 from eagle3_utils.draft.modules.fused import fused
 from eagle3_utils.draft.unrolling.attention import merge_own_keys
-
-logger = logging.getLogger("eagle3.train")
-_MOST_DIFFERENCE = 0.02  # of the norm, in bfloat16
+from eagle3_utils.draft.unrolling.trust import relative_difference, trusted
 
 
 def merge_own(attended, lse, places, query, own_keys, own_values, scale: float):
@@ -77,18 +74,19 @@ def _implementation(query, own_keys, own_values):
 @cache
 def _on_cuda(device: torch.device, dtype: torch.dtype, *widths: int):
     """What merges and differentiates on a GPU; `widths` are A, K, E and F."""
-    try:
-        from eagle3_utils.draft.unrolling import own_keys_kernels
+    chosen = trusted(
+        "the kernel for own keys",
+        _kernels,
+        _FORMULAS,
+        lambda first, second: largest_difference(first, second, device, dtype, *widths),
+    )
+    return _COMPILED_FORMULAS if chosen is _FORMULAS else chosen
 
-        kernels = own_keys_kernels.merge, own_keys_kernels.gradients
-        difference = largest_difference(_FORMULAS, kernels, device, dtype, *widths)
-    except Exception as error:  # noqa: BLE001 (a compiler may raise anything, and the formulas do the same)
-        logger.warning("own keys by compiled formulas: %s: %s", type(error).__name__, str(error)[:200])
-        return _COMPILED_FORMULAS
-    if not difference < _MOST_DIFFERENCE:
-        logger.warning("own keys by compiled formulas: the kernels differ from them by %.3f", difference)
-        return _COMPILED_FORMULAS
-    return kernels
+
+def _kernels():
+    from eagle3_utils.draft.unrolling import own_keys_kernels
+
+    return own_keys_kernels.merge, own_keys_kernels.gradients
 
 
 def largest_difference(first, second, device, dtype, num_heads: int, num_kv: int, width: int, value_width: int):
@@ -106,5 +104,5 @@ def largest_difference(first, second, device, dtype, num_heads: int, num_kv: int
     for combine, differentiate in (first, second):
         merged = combine(attended, lse, places, query, own_keys, own_values, scale)
         found = differentiate(upstream, *merged, query, own_keys, own_values, scale, by_place, places)
-        results.append([part.float() for part in (*merged, *found)])
-    return max(float((b - a).norm() / a.norm()) for a, b in zip(*results, strict=True))
+        results.append((*merged, *found))
+    return relative_difference(*results)

@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle3_utils.draft.boundaries import aux_layers_of, captured_boundaries, layer_ids_for, states_given
+from eagle3_utils.draft.boundaries import (
+    aux_layers_of,
+    captured_boundaries,
+    layer_ids_for,
+    require_servable,
+    states_given,
+)
 from eagle3_utils.errors import UserError
 
 
@@ -34,6 +40,16 @@ def test_layer_ids_make_the_targets_class_capture_the_trained_layers(architectur
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 def test_no_ids_at_all_mean_the_class_own_default(architecture):
     assert captured_boundaries(fake_target(architecture), None) == [2, 30, 58]
+
+
+def test_layers_that_no_draft_could_be_served_with_are_refused():
+    target = fake_target("DeepseekV3ForCausalLM")
+    assert require_servable(target, [2, 30, 58]) == [3, 31, 59]
+    for layers in ([2, 30, 60], [30]):
+        with pytest.raises(UserError, match="two or more, never the last layer"):
+            require_servable(target, layers)
+    with pytest.raises(UserError, match="no EAGLE-3 capture"):
+        require_servable(fake_target("GPT2LMHeadModel"), [2, 5, 8])
 
 
 def test_a_draft_is_given_no_layer_twice_and_the_last_one_by_gemma_alone():

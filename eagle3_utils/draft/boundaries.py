@@ -70,6 +70,22 @@ def layer_ids_for(target: Target, aux_layers: list[int]) -> list[int]:
     )
 
 
+def require_servable(target: Target, aux_layers: list[int]) -> list[int] | None:
+    """The layer ids of a draft for the outputs of `aux_layers`; None where no SGLang is installed that could say them.
+
+    Raises `UserError` when SGLang could not serve such a draft: better before states are extracted than after.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        return None
+    ids, given = layer_ids_for(target, aux_layers), states_given(target, aux_layers)
+    if given != sorted(aux_layers) or len(given) < 2:
+        raise UserError(
+            f"of layers {aux_layers} SGLang hands a draft {given}: it takes two or more, never the last layer",
+            "aux_layers", "choose other aux_layers",
+        )  # fmt: skip
+    return ids
+
+
 def aux_layers_of(target: Target, layer_ids: list[int] | None) -> list[int]:
     """The inverse: outputs of which layers (0-based) a served draft with these ids is given; None: SGLang's default."""
     return [boundary - 1 for boundary in captured_boundaries(target, layer_ids)]

@@ -66,7 +66,7 @@ def test_the_run_leaves_a_report_and_a_model_card(run_folder):
     page = (run_folder / "report.html").read_text()
     assert page.count("<h2>") == 7 and page.count("data:image/svg+xml") >= 5
     card = (run_folder / "data" / "draft" / "export" / "README.md").read_text()
-    assert "accept length (decoded" in card and "--speculative-algorithm EAGLE3" in card
+    assert "held-out prompts of" in card and "--speculative-algorithm EAGLE3" in card
 
 
 def test_nothing_is_lost_between_corpus_and_store(run_folder):

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3_utils.draft.modules.rope import RotaryEmbedding, rope_as_served, rotate
+from eagle3_utils.draft.modules.rope import RotaryEmbedding, rope_as_served, rotate, why_served_otherwise
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,14 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
         products.append((rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum())
     torch.testing.assert_close(products[0], products[1], atol=1e-5, rtol=1e-5)
     assert rotate(q, cos[:1], sin[:1]).norm() == pytest.approx(float(q.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"mscale": 0.7}, {"mscale_all_dim": 1.0}, {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.2}]
+)
+def test_yarn_that_sglang_scales_otherwise_in_an_mla_draft_is_named(odd):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert "YaRN" in why_served_otherwise(yarn | odd, "mla")
+    for fine in (yarn, yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}):
+        assert why_served_otherwise(fine, "mla") is None
+    assert why_served_otherwise(yarn | odd, "llama") is None  # there they are not read

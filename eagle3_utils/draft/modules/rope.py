@@ -63,6 +63,11 @@ def why_served_otherwise(rope: dict[str, Any], layer_kind: str) -> str | None:
     kind = rope.get("rope_type", "default")
     if kind not in SERVED_KINDS[layer_kind]:
         return f"RoPE of kind {kind}"
+    if layer_kind == "mla" and kind == "yarn":
+        if "attention_factor" in rope:
+            return "YaRN's attention_factor"
+        if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+            return "YaRN with one of mscale and mscale_all_dim"
     odd = next((name for name in _ONLY_SGLANGS if kind == "yarn" and rope.get(name, 1) != 1), None)
     return f"YaRN's {odd} {rope[odd]}" if odd else None
 

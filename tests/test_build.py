@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from draft_folders import LAYERS
+from safetensors.torch import load_file, save_file
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.export import export_draft
@@ -94,6 +95,56 @@ def test_warm_start_keeps_the_old_vocabulary(exported, target):
     assert model.d2t.tolist() == list(range(256)) and model.target_ids[-1] == 510
     with pytest.raises(UserError, match=r"trained with aux_layers \(1, 2, 4\), here it is \(1, 2, 3\)"):
         new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, [1, 2, 3], other)
+
+
+def _as_published(layout, ours, folder):
+    """A draft folder of ours as others write one."""
+    values, tensors = json.loads((ours / "config.json").read_text()), load_file(ours / "model.safetensors")
+    for key in ("num_aux_hidden_states", "trained_aux_layers", "trained_with"):
+        del values[key]
+    folder.mkdir()
+    if layout == "SpecForge":
+        del values["eagle_config"]
+        save_file(tensors, folder / "model.safetensors")
+    elif layout == "SafeAILab":
+        values["architectures"] = ["LlamaForCausalLM"]
+        torch.save(tensors | {"embed_tokens.weight": torch.ones(2, 2)}, folder / "pytorch_model.bin")
+    else:
+        save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    if layout.startswith("speculators"):
+        ids = [layer + 1 for layer in LAYERS]
+        nested = {key: value for key, value in values.items() if key not in ("architectures", "eagle_config")}
+        values = {"transformer_layer_config": nested, "eagle_aux_hidden_state_layer_ids": ids}
+        values["norm_before_residual"] = layout.endswith("residual")
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [("SpecForge", [1, 3, 4]), ("SafeAILab", LAYERS), ("model. before names", LAYERS), ("speculators", LAYERS)],
+)
+def test_warm_start_reads_what_others_published(layout, layers, draft, exported, target, tmp_path):
+    """Without layer ids, the layers are those of SGLang's default, here of a target of eight."""
+    target = replace(target, num_layers=8)
+    start = TrainConfig(draft_vocab_size=100, init_from=str(_as_published(layout, exported, tmp_path / "public")))
+    vocab = vocab_map_of(torch.arange(100), target.vocab_size)
+    model = new_draft(start, target, layers, vocab)
+    assert torch.equal(model.d2t, draft.d2t) and model.config.aux_layers == tuple(layers)
+    assert torch.equal(model.midlayer.mlp.up_proj.weight, draft.midlayer.mlp.up_proj.weight.bfloat16().float())
+    with pytest.raises(UserError, match=r"trained with aux_layers \(1, ., 4\), here it is \(1, 2, 3\)"):
+        new_draft(start, target, [1, 2, 3], vocab)
+
+
+def test_warm_start_from_another_network_or_another_targets_draft_is_refused(exported, target, tmp_path):
+    other = _as_published("speculators with normed residual", exported, tmp_path / "other")
+    with pytest.raises(UserError, match="norm_before_residual"):
+        shape_to_train(TrainConfig(init_from=str(other)), target, LAYERS)
+    with pytest.raises(UserError, match="trained with hidden_size 64, here it is 128"):
+        shape_to_train(TrainConfig(init_from=str(exported)), replace(target, hidden_size=128), LAYERS)
+    (exported / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no weights to go on from"):
+        shape_to_train(TrainConfig(init_from=str(exported)), target, LAYERS)
 
 
 def test_warm_start_of_another_kind_is_refused_and_one_of_other_widths_keeps_them(draft, exported, target, tmp_path):

@@ -55,10 +55,12 @@ def test_mla_scores_equal_deepseeks_interleaved_rotation():
     torch.testing.assert_close((query * keys).sum(-1), (q[..., :8] * k).sum(-1) + rotary, atol=1e-5, rtol=1e-5)
 
 
-def test_mla_scale_grows_with_yarn_as_deepseeks_does():
+def test_mla_norms_and_scale_are_those_of_sglangs_class():
     plain, _ = small_model(**MLA)
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 64}  # fmt: skip
     scaled, _ = small_model(**MLA, rope=rope)
+    eps = {norm.eps for norm in plain.modules() if isinstance(norm, RMSNorm)}
+    assert eps == {plain.config.rms_norm_eps}  # of latents, too (deepseek_v2.py); Hugging Face has 1e-6 there
     ratio = scaled.midlayer.self_attn.scale / plain.midlayer.self_attn.scale
     assert abs(ratio - 1.3688879454113936**2) < 1e-6  # 0.1 ln 40 + 1

@@ -127,7 +127,8 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
-    """The draft's shape from its config.json; `aux_layers` are what this target's class captures for its ids.
+    """The draft's shape from its config.json; `aux_layers` are what this target's class captures for its ids, or by
+    default where it has none.
 
     Raises `UserError` naming the first key that is missing.
     """
@@ -144,8 +145,6 @@ def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
     } | shape
     shape["fc_norm"] = bool(values.get("fc_norm") or values.get("use_aux_norm"))  # an older name
     ids = (values.get("eagle_config") or {}).get(LAYER_IDS)
-    if not ids:
-        raise UserError(f"config.json has no eagle_config.{LAYER_IDS}")
     if layer_kind == "mla" and (missing := [name for name in MLA_WIDTHS if name not in values]):
         raise UserError(f"config.json has no {missing[0]}")
     widths = {name: values[name] for name in MLA_WIDTHS} if layer_kind == "mla" else {}
@@ -158,6 +157,17 @@ def draft_config_of(values: dict[str, Any], target: Target) -> DraftConfig:
     )
 
 
+def with_vocab(tensors: dict[str, torch.Tensor], config: DraftConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """A draft's tensors without embeddings (the target's are used) and with d2t int64, t2d bool, also where the draft's
+    vocabulary is the target's. Raises `UserError` when one of the two is missing otherwise."""
+    tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
+    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
+        tensors |= {"d2t": torch.zeros(config.vocab_size), "t2d": torch.ones(config.vocab_size)}
+    if not {"d2t", "t2d"} <= tensors.keys():
+        raise UserError("d2t and t2d are not both there: draft ids cannot be mapped", str(folder))
+    return tensors | {"d2t": tensors["d2t"].to(torch.int64), "t2d": tensors["t2d"].bool()}
+
+
 def load_draft(
     folder: Path, target: Target, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> DraftModel:
@@ -167,18 +177,10 @@ def load_draft(
     """
     values = read_draft_config(folder)
     config = draft_config_of(values, target)
-    tensors = {
-        name.replace("layers.0.", "midlayer."): tensor
-        for name, tensor in load_tensors(Path(folder) / "model.safetensors").items()
-        if name != "embed_tokens.weight"
-    }
-    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
-        tensors |= {"d2t": torch.zeros(config.vocab_size, dtype=torch.int64)}
-        tensors |= {"t2d": torch.ones(config.vocab_size, dtype=torch.bool)}
-    if not {"d2t", "t2d"} <= tensors.keys():
-        raise UserError("d2t and t2d are not both there: draft ids cannot be mapped", str(folder))
-    d2t = tensors["d2t"].to(torch.int64)
-    vocab = VocabMap(d2t, tensors["t2d"].bool(), d2t + torch.arange(len(d2t)))
+    loaded = load_tensors(Path(folder) / "model.safetensors")
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in loaded.items()}
+    tensors = with_vocab(tensors, config, folder)
+    vocab = VocabMap(tensors["d2t"], tensors["t2d"], tensors["d2t"] + torch.arange(len(tensors["d2t"])))
     model = DraftModel(config, vocab, load_embed_tokens(target))
     try:
         model.load_state_dict(tensors)

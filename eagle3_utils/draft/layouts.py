@@ -1,4 +1,4 @@
-"""Draft folders as others write them, told apart and put into SGLang's own names for one and the same check.
+"""Draft folders as others write them, told apart and put into SGLang's own names: for one check, and one warm start.
 
 - sglang: what `export.py` writes; SpecForge and the re-uploads of EAGLE drafts for SGLang have the same tensors, but
   often leave `eagle_config` out.
@@ -18,9 +18,18 @@ from typing import Any
 
 import torch
 
-from eagle3_utils.draft.boundaries import are_layer_ids
-from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS, load_tensors, read_any_config
+from eagle3_utils.draft.boundaries import are_layer_ids, layer_ids_for
+from eagle3_utils.draft.export import (
+    ARCHITECTURES,
+    LAYER_IDS,
+    draft_config_of,
+    load_tensors,
+    read_any_config,
+    with_vocab,
+)
+from eagle3_utils.draft.network import DraftConfig
 from eagle3_utils.errors import UserError
+from eagle3_utils.target import Target
 
 LLAMA = ARCHITECTURES["llama"]
 _RENAMED = {
@@ -36,7 +45,8 @@ class DraftFiles:
     """A draft folder's config and tensors in SGLang's names.
 
     `problems` are what the layout itself would do in SGLang, `notes` what it means; `boundaries` are the layer ids of
-    a layout that counts them as what enters a layer, None where `eagle_config` says them in SGLang's way.
+    a layout that counts them as what enters a layer, None where `eagle_config` says them in SGLang's way. `unlike` is
+    a problem for which nobody can go on training it: the weights are another network's, or of unknown layers.
     """
 
     layout: str
@@ -45,6 +55,7 @@ class DraftFiles:
     boundaries: list[int] | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unlike: str | None = None
 
 
 def read_draft_files(folder: Path) -> DraftFiles:
@@ -64,16 +75,35 @@ def read_draft_files(folder: Path) -> DraftFiles:
         return found
     if "fc.weight" in names and "lm_head.weight" not in names:
         problem = "an EAGLE-1/2 draft (it has no lm_head of its own): serve it with --speculative-algorithm EAGLE"
-        return DraftFiles("eagle1 (EAGLE-1/2)", values, tensors, problems=[problem])
+        return DraftFiles("eagle1 (EAGLE-1/2)", values, tensors, problems=[problem], unlike=problem)
     known = " or ".join(ARCHITECTURES.values())
     raise UserError(f"architecture {architecture} is not {known}", str(folder / "config.json"))
+
+
+def draft_to_train(folder: Path, target: Target) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
+    """Shape and weights (with their own d2t, t2d) of a folder of any layout, to go on training from.
+
+    Raises `UserError` where `read_draft_files` does, without weights, and for what `DraftFiles.unlike` says.
+    """
+    files = read_draft_files(folder)
+    if files.unlike:
+        raise UserError(files.unlike, str(folder), "begin with a new draft (init_from: null)")
+    if not files.tensors:
+        raise UserError("no *.safetensors and no *.bin: no weights to go on from", str(folder))
+    values = files.values
+    if files.boundaries is not None:
+        ids = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
+        values = values | {"eagle_config": {LAYER_IDS: ids}}
+    shape = draft_config_of(values, target)
+    return shape, with_vocab(files.tensors, shape, folder)
 
 
 def _sglang(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFiles:
     ours = "num_aux_hidden_states" in values
     found = DraftFiles("sglang" if ours else "sglang (SpecForge or alike)", values, _renamed(tensors))
     if not isinstance(values.get("eagle_config", {}), dict):
-        found.problems.append(f"eagle_config is {values['eagle_config']!r}, no object: SGLang would not start")
+        found.unlike = f"eagle_config is {values['eagle_config']!r}, no object: SGLang would not start"
+        found.problems.append(found.unlike)
         found.values = values | {"eagle_config": {}}
     elif not ours and values.get("eagle_config", {}).get(LAYER_IDS) is None:
         found.notes.append(f"no eagle_config.{LAYER_IDS}: SGLang captures its default layers, as SpecForge trains on")
@@ -90,14 +120,17 @@ def _speculators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dr
         f"flatten it and write architecture {LLAMA}"
     )
     if values.get("norm_before_residual", True):
-        found.problems.append(
+        found.unlike = (
             "norm_before_residual: the residual is the normed state, SGLang's class adds the raw one: acceptance would "
             "collapse; it must be trained again without it"
         )
+        found.problems.append(found.unlike)
     if values.get("norm_before_fc"):
-        found.problems.append("norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have")
+        found.unlike = "norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have"
+        found.problems.append(found.unlike)
     if not (found.boundaries is None or are_layer_ids(found.boundaries)):
-        found.problems.append(f"{LAYER_IDS} {found.boundaries!r} are no list of whole numbers: nothing could serve it")
+        found.unlike = f"{LAYER_IDS} {found.boundaries!r} are no list of whole numbers: nothing could serve it"
+        found.problems.append(found.unlike)
         found.boundaries = None
     elif found.boundaries is None:
         found.notes.append(f"no {LAYER_IDS}: vLLM and SGLang both capture what enters layers 2, n/2 and n-3")

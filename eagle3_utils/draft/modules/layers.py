@@ -111,10 +111,10 @@ class MLAttention(nn.Module):
         self.key_width, self.value_width = self.nope_dim + self.rotary_dim, self.v_head_dim
         width, heads = 2 * config.hidden_size, self.num_heads
         self.q_a_proj = Linear(width, config.q_lora_rank)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, 1e-6)  # DeepSeek's own constant, not rms_norm_eps
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)  # as SGLang; Hugging Face: 1e-6
         self.q_b_proj = Linear(config.q_lora_rank, heads * self.key_width)
         self.kv_a_proj_with_mqa = Linear(width, config.kv_lora_rank + self.rotary_dim)
-        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, 1e-6)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = Linear(config.kv_lora_rank, heads * (self.nope_dim + self.v_head_dim))
         self.o_proj = Linear(heads * self.v_head_dim, config.hidden_size)
         self.scale = self.key_width**-0.5 * _yarn_softmax_factor(config.rope)

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_utils.config import TrainConfig
-from eagle3_utils.draft.export import MLA_WIDTHS, draft_config_of, load_draft, read_draft_config
+from eagle3_utils.draft.export import MLA_WIDTHS
+from eagle3_utils.draft.layouts import draft_to_train
 from eagle3_utils.draft.modules.rope import SERVED_KINDS, why_served_otherwise
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, checkpoint_weights
@@ -29,7 +30,8 @@ from eagle3_utils.target import Target, added_token_ids, load_embed_tokens, load
 
 logger = logging.getLogger(__name__)
 _RMS_SAMPLES = 8
-_SAME_IN_WARM_START = ("aux_layers", "layer_kind", "fc_norm", "norm_output", "rope", "intermediate_size")
+_SAME_IN_WARM_START = ("hidden_size", "vocab_size", "aux_layers", "layer_kind", "fc_norm", "norm_output", "rope",
+                       "intermediate_size")  # fmt: skip
 
 
 def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
@@ -91,7 +93,7 @@ def shape_to_train(config: TrainConfig, target: Target, aux_layers: Iterable[int
         rope, norm_output = said.get("rope") or target.rope, said.get("norm_output", wanted.norm_output)
         own = replace(wanted, rope=rope, norm_output=norm_output) if said else wanted
     else:
-        own = draft_config_of(read_draft_config(folder), target)
+        own, _ = draft_to_train(folder, target)
     wanted = replace(wanted, intermediate_size=config.intermediate_size or own.intermediate_size)
     for name in _SAME_IN_WARM_START:
         had, wants = getattr(own, name), getattr(wanted, name)
@@ -169,6 +171,6 @@ def _from_tensors(tensors: dict[str, torch.Tensor], target: Target, shape: Draft
 
 
 def _init_tensors(folder: Path, target: Target) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint or of a draft folder, with their own d2t: a vocabulary built anew would undo them without
-    a word."""
-    return checkpoint_weights(folder) if (folder / "state.json").is_file() else load_draft(folder, target).state_dict()
+    """Weights of a checkpoint or of a draft folder of any layout, with their own d2t: a vocabulary built anew would
+    undo them without a word."""
+    return checkpoint_weights(folder) if (folder / "state.json").is_file() else draft_to_train(folder, target)[1]

@@ -3,9 +3,12 @@
 `naive_training_time_test` shares no code with eagle3_utils.draft; it reads a draft's weights by SGLang's names.
 """
 
+import math
 from types import SimpleNamespace
 
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3_utils.draft.network import DraftConfig, DraftModel
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
@@ -73,21 +76,75 @@ def random_batch(lengths, masks=None, seed: int = 1, num_layers: int = 3) -> Sim
     )
 
 
-def naive_training_time_test(model, batch, target_head, num_steps, decay=0.8):
+def naive_norm(x, weight, config):
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
+
+
+def naive_rope(x, positions, config):
+    """x [T, heads, width] rotated as transformers does it; MLA's pairs are neighbours, Llama's half a width apart."""
+    width = x.shape[-1]
+    limit, rope = config.max_position_embeddings, dict(config.rope)
+    tables = LlamaRotaryEmbedding(LlamaConfig(head_dim=width, max_position_embeddings=limit, rope_parameters=rope))
+    cos, sin = (table[0, :, None, : width // 2] for table in tables(torch.zeros(1), positions[None]))
+    if config.layer_kind == "mla":
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = x[..., : width // 2], x[..., width // 2 :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def naive_llama(both, positions, weights, config):
+    """Queries, keys and values [T, heads, width] of the layer's input [T, 2H], and the softmax scale."""
+    q, k, v = (both @ weights[f"midlayer.self_attn.{n}_proj.weight"].T for n in "qkv")
+    q, k, v = (x.view(len(x), -1, config.head_dim) for x in (q, k, v))
+    group = config.num_heads // config.num_kv_heads
+    k = naive_rope(k, positions, config).repeat_interleave(group, 1)
+    return naive_rope(q, positions, config), k, v.repeat_interleave(group, 1), config.head_dim**-0.5
+
+
+def naive_mla(both, positions, weights, config):
+    """The same of DeepSeek's attention: low-rank queries, keys and values, and one rotated key part for all heads."""
+    part = {name.removeprefix("midlayer.self_attn."): weight for name, weight in weights.items()}
+    nope, rank, heads = config.qk_nope_head_dim, config.kv_lora_rank, config.num_heads
+    low = naive_norm(both @ part["q_a_proj.weight"].T, part["q_a_layernorm.weight"], config)
+    q = (low @ part["q_b_proj.weight"].T).view(len(both), heads, -1)
+    q = torch.cat([q[..., :nope], naive_rope(q[..., nope:], positions, config)], -1)
+    low = both @ part["kv_a_proj_with_mqa.weight"].T
+    shared = naive_rope(low[:, None, rank:], positions, config).expand(-1, heads, -1)
+    low = naive_norm(low[:, :rank], part["kv_a_layernorm.weight"], config)
+    kv = (low @ part["kv_b_proj.weight"].T).view(len(both), heads, -1)
+    scale = q.shape[-1] ** -0.5
+    if "mscale_all_dim" in config.rope:  # DeepSeek's YaRN
+        scale *= (0.1 * config.rope["mscale_all_dim"] * math.log(config.rope["factor"]) + 1) ** 2
+    return q, torch.cat([kv[..., :nope], shared], -1), kv[..., nope:], scale
+
+
+def naive_loss(kind, logits, teacher, best):
+    """One slot's loss; teacher: probabilities over the draft vocabulary; best: the draft id of the teacher's choice."""
+    log_draft = logits.log_softmax(0)
+    draft = log_draft.exp()
+    acceptance = torch.minimum(draft, teacher).sum()
+    if kind == "hard":
+        return -log_draft[best]
+    if kind == "lk_alpha":
+        return -acceptance.log()
+    if kind == "lk_lambda":
+        weight = torch.exp(-3 * acceptance.detach())
+        divergence, distance = (teacher * (teacher.log() - log_draft)).sum(), (draft - teacher).abs().sum() / 2
+        return weight * divergence + (1 - weight) * distance
+    return -(teacher * log_draft).sum()
+
+
+def naive_training_time_test(model, batch, target_head, num_steps, kind="soft", decay=0.8):
     """Loss, loss by step and accuracy by step, with T×(i+1)·T masks and a Python loop over slots for the loss."""
     weights = dict(model.named_parameters())
     config = model.config
-    total, heads, kv_heads, width = len(batch.input_ids), config.num_heads, config.num_kv_heads, config.head_dim
+    total = len(batch.input_ids)
     target_ids = [int(i) for i in model.t2d.nonzero().flatten()]
+    queries_keys_values = naive_mla if config.layer_kind == "mla" else naive_llama
 
     def norm(x, name):
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * weights[name]
-
-    def rope(x, positions):  # [T, heads, width]
-        frequency = config.rope["rope_theta"] ** (-torch.arange(0, width, 2).float() / width)
-        angle = positions.float()[:, None, None] * torch.cat([frequency, frequency])
-        turned = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
-        return x * angle.cos() + turned * angle.sin()
+        return naive_norm(x, weights[name], config)
 
     aux = batch.aux
     if config.fc_norm:
@@ -102,13 +159,11 @@ def naive_training_time_test(model, batch, target_head, num_steps, decay=0.8):
         both = torch.cat(
             [norm(embedding, "midlayer.input_layernorm.weight"), norm(hidden, "midlayer.hidden_norm.weight")], -1
         )
-        q, k, v = (both @ weights[f"midlayer.self_attn.{n}_proj.weight"].T for n in "qkv")
-        q = rope(q.view(total, heads, width), batch.position_ids + step)
-        k = rope(k.view(total, kv_heads, width), batch.position_ids + step)
-        keys.append(k.repeat_interleave(heads // kv_heads, 1))
-        values.append(v.view(total, kv_heads, width).repeat_interleave(heads // kv_heads, 1))
+        q, k, v, scale = queries_keys_values(both, batch.position_ids + step, weights, config)
+        keys.append(k)
+        values.append(v)
         masks.append(torch.eye(total).bool() if step else causal)
-        scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) / width**0.5
+        scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) * scale
         attention = scores.masked_fill(~torch.cat(masks, 1), float("-inf")).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", attention, torch.cat(values)).reshape(total, -1)
         hidden = hidden + mixed @ weights["midlayer.self_attn.o_proj.weight"].T
@@ -127,8 +182,7 @@ def naive_training_time_test(model, batch, target_head, num_steps, decay=0.8):
             best = int(teacher.argmax())
             if best not in target_ids:
                 continue
-            probabilities = teacher[target_ids].softmax(0)
-            loss = loss - (probabilities * logits[slot].log_softmax(0)).sum()
+            loss = loss + naive_loss(kind, logits[slot], teacher[target_ids].softmax(0), target_ids.index(best))
             right += target_ids[int(logits[slot].argmax())] == best
         losses.append(loss / max(supervised, 1))
         accuracies.append((right, supervised))

@@ -1,12 +1,15 @@
-"""Coverage is computed at a sample's first visit and reused, however samples are packed later."""
+"""Batches through the unroll as configured; coverage is computed at a sample's first visit and reused."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from eagle3_utils.draft.training.batch_runner import BatchRunner
 from eagle3_utils.draft.training.build import corpus_vocab, new_draft, token_counts
 from eagle3_utils.draft.training.distributed import Ranks
+from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
+from eagle3_utils.draft.unrolling.plan import plan_unroll
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.states.dataset import PackedDataset
 from eagle3_utils.states.reader import StoreReader
@@ -37,6 +40,18 @@ def test_known_coverage_equals_a_first_visit_in_any_packing(make_config, states)
     fresh = runner(runner.prepare(repacked))
     assert torch.equal(cached.covered, fresh.covered)
     assert torch.equal(cached.counts.as_tensor(), fresh.counts.as_tensor())
+
+
+def test_loss_step_weights_and_rows_at_once_are_those_configured(make_config, states):
+    changes = {"loss": "hard", "step_weight_decay": 0.5, "max_rows_at_once": 16}
+    reader, runner = build(make_config(draft_vocab_size=40, **changes), states)
+    packed = next(iter(PackedDataset(reader, 64).epoch(0)))
+    plan = plan_unroll(packed.loss_mask, packed.cu_seqlens, packed.final_index, 3)
+    batch = runner.prepare(packed)
+    assert len(batch.parts) == -(-len(plan.rows) // 16) > 1
+    options = UnrollOptions((1.0, 0.5, 0.25), "hard")
+    plain = training_time_test(runner.model, packed, plan, runner.teacher, options)
+    assert float(runner(batch).loss.detach()) == pytest.approx(float(plain.loss.detach()), rel=1e-5)
 
 
 def test_a_step_on_encoded_states_is_one_on_decoded_states(make_config, states, tmp_path):

@@ -21,40 +21,48 @@ from eagle3_utils.runs import repo_root
 pytest_plugins = ["draft_runs"]  # fixtures
 
 
+SHARED = {"batches_per_step": 2, "epochs": 2.0, "keep_checkpoints": 9, "checkpoint_every_steps": 2,
+          "validate_every_steps": 1}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def curve_of_one(states, tiny_llama, tmp_path_factory):
-    """Journal entries of one rank, by step."""
+def draft_of_one(states, tiny_llama, tmp_path_factory):
+    """The draft folder of a training on one rank."""
     config = config_on(states, tiny_llama, tmp_path_factory.mktemp("one"), **SHARED)
     train(config)
-    return read_journal(folder_of(config), "train")
+    return folder_of(config)
 
 
-SHARED = {"batches_per_step": 2, "epochs": 2.0, "keep_checkpoints": 9, "checkpoint_every_steps": 2}
-
-
-def same_curve(one, two):
-    assert [entry["loss"] for entry in two] == pytest.approx([entry["loss"] for entry in one], abs=1e-5)
-    assert [entry["tokens"] for entry in two] == [entry["tokens"] for entry in one]
+def same_journal(one, two, start=0):
+    """Training, validations and the best weights' figures in two draft folders; the second went on from step start."""
+    for kind, first in (("train", start + 1), ("validation", start), ("best", 0)):
+        wanted = [entry for entry in read_journal(one, kind) if entry["step"] >= first]
+        entries = read_journal(two, kind)
+        assert [entry["step"] for entry in entries] == [entry["step"] for entry in wanted] != []
+        names = ("tokens", "loss", "grad_norm") if kind == "train" else wanted[0]
+        for name in names:
+            for entry, other in zip(entries, wanted, strict=True):
+                tolerance = {"rel": 1e-4} if name == "grad_norm" else {"abs": 1e-5}
+                assert entry[name] == pytest.approx(other[name], **tolerance), (kind, name, entry["step"])
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
-def test_two_ranks_give_the_loss_curve_of_one_which_can_go_on_from_their_checkpoint(
-    sharding, curve_of_one, make_config, tmp_path
+def test_two_ranks_learn_what_one_does_and_either_goes_on_from_their_checkpoint(
+    sharding, draft_of_one, make_config, tmp_path
 ):
     config = make_config("two", sharding=sharding, **SHARED)
-    entries = run_on_two_ranks(config, tmp_path / "two.yaml")
-    same_curve(curve_of_one, entries)
-    assert [e["grad_norm"] for e in entries] == pytest.approx([e["grad_norm"] for e in curve_of_one], rel=1e-4)
-    folders = checkpoint_folders(folder_of(config) / "checkpoints")
-    parts = [file.name for file in sorted(folders[0].glob("part-*"))]
-    assert parts == ["part-00-of-02.safetensors", "part-01-of-02.safetensors"]
-    for later in folders[1:]:
-        shutil.rmtree(later)
-    (folder_of(config) / "metrics.jsonl").unlink()
-    train(config)  # one rank, from step 2 on
-    resumed = read_journal(folder_of(config), "train")
-    assert [entry["step"] for entry in resumed] == [entry["step"] for entry in curve_of_one[2:]]
-    same_curve(curve_of_one[2:], resumed)
+    run_on_two_ranks(config, tmp_path / "two.yaml")
+    same_journal(draft_of_one, folder_of(config))
+    by_two = [lambda: run_on_two_ranks(config, tmp_path / "two.yaml")] if sharding == "fsdp" else []
+    for go_on in [*by_two, lambda: train(config)]:
+        folders = checkpoint_folders(folder_of(config) / "checkpoints")
+        parts = [file.name for file in sorted(folders[0].glob("part-*"))]
+        assert parts == ["part-00-of-02.safetensors", "part-01-of-02.safetensors"]
+        for later in folders[1:]:
+            shutil.rmtree(later)
+        (folder_of(config) / "metrics.jsonl").unlink()
+        go_on()  # from step 2 on
+        same_journal(draft_of_one, folder_of(config), start=2)
 
 
 ONE_BF16_STEP = """

@@ -28,6 +28,12 @@ def test_line_cut_short_by_a_kill_is_passed_over(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "st')
     assert len(read_journal(tmp_path, "train")) == 1
+    with Journal(tmp_path, "run") as journal:  # the next run's first entry is not glued to it
+        journal.write("train", 2, loss=1.0)
+    with Journal(tmp_path, "run") as journal:
+        journal.write("train", 3, loss=0.5)
+    assert [entry["loss"] for entry in read_journal(tmp_path, "train")] == [2.0, 1.0, 0.5]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_tensorboard_shows_the_same_figures(tmp_path):
@@ -57,7 +63,8 @@ def test_weights_and_biases_gets_the_curves_when_its_key_is_set(tmp_path, monkey
     with Journal(tmp_path, "run") as journal:
         journal.write("train", 3, loss=2.0, accuracy=[0.1, 0.2])
         journal.write("best", 2, loss=1.0)
-    assert seen[0] == {"project": "eagle3", "name": "run", "id": "run", "resume": "allow"}
+    assert seen[0].pop("id").startswith("run-")  # and the folder's hash: another run may have the same name
+    assert seen[0] == {"project": "eagle3", "name": "run", "resume": "allow"}
     steps = [("optimiser_step", None), ("train/*", "optimiser_step"), ("validation/*", "optimiser_step")]
     curves = {"optimiser_step": 3, "train/loss": 2.0, "train/accuracy/0": 0.1, "train/accuracy/1": 0.2}
     assert seen[1:] == [*steps, curves, "finished"]

@@ -1,11 +1,13 @@
 """Training as the notebook starts it, in this process and as a torchrun; both leave the same best draft."""
 
+import logging
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from eagle3_utils.draft.train import TrainReport
 from eagle3_utils.draft.training import launch
 from eagle3_utils.draft.training.build import draft_of_training
 from eagle3_utils.draft.training.journal import Journal, read_journal
@@ -24,6 +26,12 @@ def test_best_draft_of_a_finished_training_is_the_one_returned(make_config):
     assert read_journal(data_folder(config) / "draft", "train")[-1]["total_steps"] == report.steps
     progress = (open_stage(config, inputs={}).folder / "run.log").read_text()
     assert "validation: accuracy by step" in progress
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.1, True), (0.01, False)])
+def test_waiting_for_data_is_said_when_it_is_much(share, said, caplog):
+    launch._say_waiting(TrainReport(4, 256, 10.0, 25.6, share, 4, {}), SimpleNamespace(log=logging.getLogger()))
+    assert ("10 % of the time went into waiting for data" in caplog.text) == said
 
 
 def test_a_failing_rank_is_an_error_in_its_own_words(make_config):

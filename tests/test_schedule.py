@@ -1,4 +1,6 @@
-"""Steps over a dataset: counts, short last steps, fractions of an epoch, and going on from any position."""
+"""Steps over a dataset: counts, short last steps, fractions of an epoch, waiting, and going on from any position."""
+
+import time
 
 from eagle3_utils.draft.training.checkpoint import Position
 from eagle3_utils.draft.training.schedule import StepSchedule
@@ -44,3 +46,14 @@ def test_going_on_from_the_middle_gives_the_rest():
         epoch, step_in_epoch = divmod(done, 4)
         position = Position(step=done, epoch=epoch, step_in_epoch=step_in_epoch)
         assert walk(schedule, position) == whole[done:]
+
+
+def test_the_wait_for_all_batches_of_a_step_is_told():
+    class Slow(Dataset):
+        def epoch(self, epoch, start=0):
+            for batch in super().epoch(epoch, start):
+                time.sleep(0.01)
+                yield batch
+
+    steps = StepSchedule(Slow(), 3, 1.0).steps(Position(), 3)
+    assert next(steps)[1] >= 0.03 and next(steps)[1] >= 0.03

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ from safetensors.torch import load_file
 from eagle3_utils.acceptance.speculate import load_reference_model, speculative_decode
 from eagle3_utils.acceptance.tree import TreeShape
 from eagle3_utils.draft.export import export_draft, load_draft
-from eagle3_utils.draft.train import train
+from eagle3_utils.draft.train import Trainer, train
 from eagle3_utils.draft.training.batch_runner import BatchRunner
-from eagle3_utils.draft.training.checkpoint import checkpoint_folders, newest_whole_checkpoint
+from eagle3_utils.draft.training.checkpoint import (
+    BEST_WEIGHTS,
+    checkpoint_folders,
+    newest_whole_checkpoint,
+    training_tensors,
+)
+from eagle3_utils.draft.training.distributed import ONE_RANK
 from eagle3_utils.draft.training.journal import read_journal
+from eagle3_utils.draft.training.schedule import StepSchedule
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.store import StoreWriter
@@ -129,6 +137,66 @@ def test_nonfinite_steps_are_skipped_named_and_stop_the_run(make_config, monkeyp
     with caplog.at_level(logging.ERROR), pytest.raises(UserError, match="3 steps in a row"):
         train(make_config(validate_every_steps=1000))
     assert "train-" in caplog.text and "nan" in caplog.text
+
+
+def test_a_step_whose_loss_or_gradient_is_not_finite_changes_nothing(make_config, monkeypatch):
+    """Two of them, with a good one between, are no two in a row."""
+    real_call, real_optimise, changed = BatchRunner.__call__, Trainer._optimise, []
+
+    def poisoned(self, *args, **kwargs):
+        result = real_call(self, *args, **kwargs)
+        if torch.is_grad_enabled() and len(changed) == 1:
+            result.loss = result.loss + float("nan")  # its gradient is none the worse
+        elif torch.is_grad_enabled() and len(changed) == 3:
+            result.loss.register_hook(lambda upstream: upstream * float("nan"))
+        return result
+
+    def compared(self, batches, total):
+        before = {name: tensor.clone() for name, tensor in training_tensors(self.model, self.optimizer).items()}
+        entry = real_optimise(self, batches, total)
+        after = training_tensors(self.model, self.optimizer)
+        changed.append({name.split(".")[0] for name in after if not torch.equal(before[name], after[name])})
+        return entry
+
+    monkeypatch.setattr(BatchRunner, "__call__", poisoned)
+    monkeypatch.setattr(Trainer, "_optimise", compared)
+    config = make_config(epochs=1.25, max_nonfinite_in_a_row=2, validate_every_steps=1000)
+    train(config)
+    both = {"model", "optimizer"}
+    assert changed == [both, set(), both, set(), both]
+    figures = [(entry["loss"], entry["grad_norm"]) for entry in read_journal(folder_of(config), "train")]
+    finite = [tuple(bool(torch.tensor(value).isfinite()) for value in pair) for pair in figures]
+    assert finite == [(True, True), (False, True), (True, True), (True, False), (True, True)]
+
+
+def test_rates_weight_decay_clipping_and_waiting_are_those_given(make_config, monkeypatch):
+    real = StepSchedule.steps
+    monkeypatch.setattr(StepSchedule, "steps", lambda *args: ((batches, 1000.0) for batches, _ in real(*args)))
+    config = make_config(epochs=1.0, learning_rate=2e-3, warmup_fraction=0.5, weight_decay=0.25, max_grad_norm=0.125)
+    trainer = Trainer(config, ONE_RANK, LOG, lambda **fields: None)
+    assert (trainer.optimizer.weight_decay, trainer.optimizer.max_grad_norm) == (0.25, 0.125)
+    _, report = trainer.run(SimpleNamespace(requested=False))
+    rates = [entry["learning_rate"] for entry in read_journal(folder_of(config), "train")]
+    assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 1.1e-3])
+    assert trainer.position.waited == 4000 and trainer.position.seconds > 4000
+    assert report.wait_share == pytest.approx(4000 / trainer.position.seconds, abs=1e-4)
+
+
+def test_weights_of_the_longest_validated_accept_length_are_kept(make_config, monkeypatch):
+    lengths, weights = [1.2, 1.5, 1.3, 1.5], []
+
+    def simulated(self, data, ranks, want_overlap=False):
+        weights.append({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
+        figures = {"accept_length": lengths[len(weights) - 1], "accuracy": [0.1], "baseline": [0.1]}
+        return SimpleNamespace(summary=lambda: figures)
+
+    monkeypatch.setattr(BatchRunner, "validate", simulated)
+    config = make_config(epochs=0.75, validate_every_steps=1)
+    model, report = train(config)
+    assert report.best_step == 2 and report.steps == 3 and len(weights) == 4
+    for kept in (load_file(folder_of(config) / BEST_WEIGHTS), weights[3], model.state_dict()):
+        assert all(torch.equal(kept[name], tensor) for name, tensor in weights[1].items())
+    assert not torch.equal(weights[2]["fc.weight"], weights[1]["fc.weight"])
 
 
 def test_validation_reports_the_constant_baseline(make_config):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_reference import PLAIN_LOGITS, VOCAB, naive_training_time_test, random_batch, small_model, unroll
+from draft_reference import MLA, PLAIN_LOGITS, VOCAB, naive_training_time_test, random_batch, small_model, unroll
 
 from eagle3_utils.draft.unroll import UnrollOptions, training_time_test
 from eagle3_utils.draft.unrolling.plan import plan_unroll
@@ -12,26 +12,59 @@ STEPS = 4
 LENGTHS = [17, 3, 60, 1, 29]
 
 
-KINDS = [{}, {"fc_norm": True, "norm_output": True}, {"num_kv_heads": 4}, {"draft_vocab_size": VOCAB}]
+FLAGS = {"fc_norm": True, "norm_output": True}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 128}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale": 1.0, "mscale_all_dim": 0.5}  # fmt: skip
+KINDS = [
+    ({}, "soft"),
+    (FLAGS, "soft"),
+    ({"num_kv_heads": 4}, "soft"),
+    ({"draft_vocab_size": VOCAB}, "soft"),
+    ({"aux_layers": (1, 4), "rope": LLAMA3}, "hard"),
+    ({"aux_layers": (0, 1, 2, 4), "rope": LINEAR, **FLAGS}, "lk_alpha"),
+    (MLA | FLAGS | {"rope": YARN}, "lk_lambda"),
+]
 
 
-@pytest.mark.parametrize("changes", KINDS)
+@pytest.mark.parametrize(("changes", "loss"), KINDS)
 @pytest.mark.parametrize("steps", [1, 4, 7])
-def test_loss_accuracy_and_gradients_equal_the_plain_model(changes, steps):
+def test_loss_accuracy_and_gradients_equal_the_plain_model(changes, loss, steps):
     model, head = small_model(**changes)
-    batch = random_batch(LENGTHS)
-    result, _ = unroll(model, head, batch, steps)
+    batch = random_batch(LENGTHS, num_layers=len(model.config.aux_layers))
+    result, _ = unroll(model, head, batch, steps, loss=loss)
     result.loss.backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    loss, by_step, accuracy = naive_training_time_test(model, batch, head, steps)
-    loss.backward()
-    assert result.loss.item() == pytest.approx(loss.item(), abs=1e-5)
+    total, by_step, accuracy = naive_training_time_test(model, batch, head, steps, loss)
+    total.backward()
+    assert result.loss.item() == pytest.approx(total.item(), abs=1e-5)
     assert result.counts.summary()["loss"] == pytest.approx([x.item() for x in by_step], abs=1e-5)
     assert [(int(a), int(b)) for a, b in zip(result.counts.correct, result.counts.supervised, strict=True)] == accuracy
     assert steps == 1 or sum(right for right, _ in accuracy) > 0
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("most_frequent", [True, False])
+def test_baseline_and_uncovered_positions_equal_a_plain_count(most_frequent):
+    model, head = small_model()
+    batch = random_batch(LENGTHS)
+    choices, target_ids = (batch.final @ head.T).argmax(-1).tolist(), model.target_ids.tolist()
+    token = max(target_ids, key=choices.count) if most_frequent else next(i for i in target_ids if i not in choices)
+    result, _ = unroll(model, head, batch, STEPS, baseline_id=target_ids.index(token))
+    baseline, outside = [0] * STEPS, [0] * STEPS
+    for first, last in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        for step in range(STEPS):
+            for predicted in range(first + 2 + step, last):
+                if batch.loss_mask[predicted]:
+                    choice = choices[int(batch.final_index[predicted - 1])]
+                    baseline[step] += choice == token
+                    outside[step] += choice not in target_ids
+    assert result.counts.baseline.tolist() == baseline and result.counts.out_of_vocab.tolist() == outside
+    assert (min(baseline) > 1) == most_frequent and min(outside) > 1
 
 
 def test_changing_one_document_leaves_the_others_alone():

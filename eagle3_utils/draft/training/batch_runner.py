@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.training.distributed import Ranks, gather_again
+from eagle3_utils.draft.training.distributed import Ranks, free_whole_weights
 from eagle3_utils.draft.unroll import UnrollOptions, UnrollResult
 from eagle3_utils.draft.unrolling.attention import Attention
 from eagle3_utils.draft.unrolling.flash import attention_for
@@ -98,7 +98,7 @@ class BatchRunner:
         counts = StepCounts.zeros(self.num_steps, self.device)
         for batch in dataset.epoch(0):
             counts = counts + self(batch, want_overlap=want_overlap).counts
-        gather_again(self.model)
+        free_whole_weights(self.model)
         return StepCounts.from_tensor(ranks.sum(counts.as_tensor()).cpu())
 
 

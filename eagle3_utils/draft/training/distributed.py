@@ -72,8 +72,8 @@ class Ranks:
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
 
-def gather_again(model: nn.Module) -> None:
-    """Drop whole weights that a forward without a backward left, so that the next one gathers the stepped ones."""
+def free_whole_weights(model: nn.Module) -> None:
+    """Of a sharded model, free the whole weights that a forward without a backward leaves in memory."""
     if hasattr(model, "reshard"):
         model.reshard()
 

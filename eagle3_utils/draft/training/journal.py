@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 
 class Journal:
     """Appends entries {"kind", "step", …}; closed by `close` or the end of a `with` block."""
@@ -20,11 +22,14 @@ class Journal:
         from torch.utils.tensorboard import FileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (closed in close)
+        path = folder / "metrics.jsonl"
+        torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # a kill cut the last line short
+        self._file = open(path, "a")  # noqa: SIM115 (closed in close)
+        self._file.write("\n" if torn else "")
         self._board = FileWriter(str(folder / "tensorboard"))
         self._wandb = None
         if os.environ.get("WANDB_API_KEY"):
-            self._wandb = _open_wandb(run_name)
+            self._wandb = _open_wandb(folder, run_name)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One entry; numbers and lists of numbers (by step of the unroll) become curves."""
@@ -64,14 +69,15 @@ def _one_summary(curves: dict[str, float]) -> Any:
     return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in curves.items()])
 
 
-def _open_wandb(run_name: str) -> Any:
-    """The Weights & Biases run of this name, gone on with when it is there; None, and a word, without the library."""
+def _open_wandb(folder: Path, run_name: str) -> Any:
+    """The Weights & Biases run of this folder, gone on with when it is there; None, and a word, without the library."""
     if importlib.util.find_spec("wandb") is None:
         logging.getLogger("eagle3.train").warning("WANDB_API_KEY is set, but wandb is not installed")
         return None
     import wandb
 
-    run = wandb.init(project="eagle3", name=run_name, id=run_name, resume="allow")
+    run_id = f"{run_name}-{xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())[:8]}"
+    run = wandb.init(project="eagle3", name=run_name, id=run_id, resume="allow")
     run.define_metric("optimiser_step")
     for kind in ("train", "validation"):
         run.define_metric(f"{kind}/*", step_metric="optimiser_step")

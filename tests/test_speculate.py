@@ -109,7 +109,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_wrong_token_ends_the_run_where_
     plain = plain_decode(model, prompt, 25).output_ids  # 1 from prefill, then 6 times 4
     perfect = speculative_decode(model, Oracle(prompt + plain), prompt, 25, TreeShape(3), AUX_LAYERS)
     assert perfect.num_accepted == [3] * 6
-    assert (perfect.num_verifications, perfect.num_verified_tokens) == (6, 24)
+    assert (perfect.num_verifications, len(perfect.output_ids) - 1) == (6, 24)
     start = len(prompt)
     flawed = Oracle(prompt + plain, wrong=[start + 2, start + 6])
     result = speculative_decode(model, flawed, prompt, 25, TreeShape(3), AUX_LAYERS)

@@ -20,7 +20,7 @@ import torch
 from eagle3_utils import runs
 from eagle3_utils.acceptance import changes, forward, heldout, offline, parity, served
 from eagle3_utils.acceptance.heldout import DecodedPrompt
-from eagle3_utils.acceptance.intervals import Interval, ratio_interval
+from eagle3_utils.acceptance.intervals import Interval
 from eagle3_utils.acceptance.offline import SampleCounts
 from eagle3_utils.acceptance.prompt_sets import Prompt, read_prompts
 from eagle3_utils.acceptance.speculate import load_reference_model
@@ -94,6 +94,11 @@ class Evaluation:
         )
 
     @cached_property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        return stop_ids_of(self.target, self.tokenizer)
+
+    @cached_property
     def draft(self) -> DraftModel:
         """The exported draft, float32."""
         return load_draft(self.draft_folder, self.target, self.device, torch.float32)
@@ -145,10 +150,9 @@ class Evaluation:
         if not config.reference_decoding:
             return []
         prompts = self.prompts(config.prompts_per_source, config.max_new_tokens)
-        stop_ids = stop_ids_of(self.target, self.tokenizer)
         progress, num_plain = self._progress("decoding", len(prompts)), config.plain_prompts_per_source
         return heldout.decode_prompts(
-            self.model, self.draft, prompts, self.shape, config.max_new_tokens, stop_ids, num_plain, progress
+            self.model, self.draft, prompts, self.shape, config.max_new_tokens, self.stop_ids, num_plain, progress
         )
 
     def differences(self, decoded: Sequence[DecodedPrompt]) -> list[str]:
@@ -188,8 +192,7 @@ class Evaluation:
         for number, numbers in enumerate(self.config.replay_shapes, start=1):
             shape = TreeShape(*numbers)
             accepted = heldout.replay_all(self.draft, batches, shape, whole=True)
-            tokens = [sum(of_sample) + len(of_sample) for of_sample in accepted]
-            lengths[served.shape_name(shape)] = ratio_interval(tokens, list(map(len, accepted)))
+            lengths[served.shape_name(shape)] = heldout.accept_length(accepted)
             progress(number)
         return lengths
 
@@ -222,8 +225,7 @@ class Evaluation:
         if self.config.reference_decoding:
             dtype = torch.bfloat16 if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
             model, rounded = self.model, load_reference_model(self.target, dtype, self.device)
-        stop_ids = stop_ids_of(self.target, self.tokenizer)
-        return changes.explain(model, rounded, served_part.prompts, served_part.runs, stop_ids)
+        return changes.explain(model, rounded, served_part.prompts, served_part.runs, self.stop_ids)
 
     def parity(self, served_part: ServedPart) -> parity.ParityReport:
         """Served acceptance beside that of the same tokens replayed here, diagnosed when they disagree."""

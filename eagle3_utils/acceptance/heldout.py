@@ -122,15 +122,16 @@ def accept_lengths(
             groups[ALL].append(item.speculative)
             groups.setdefault(item.prompt.source, []).append(item.speculative)
     return {
-        source: ratio_interval(
-            [run.num_verifications + sum(run.num_accepted) for run in group],
-            [run.num_verifications for run in group],
-            num_resamples,
-            seed,
-        )
+        source: accept_length([run.num_accepted for run in group], num_resamples, seed)
         for source, group in groups.items()
         if group
     }
+
+
+def accept_length(num_accepted: Sequence[Sequence[int]], num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Interval:
+    """1 (the bonus token) + Σ accepted drafts / Σ verifications; ``num_accepted`` as for `acceptance_by_position`."""
+    tokens = [len(accepted) + sum(accepted) for accepted in num_accepted]
+    return ratio_interval(tokens, list(map(len, num_accepted)), num_resamples, seed)
 
 
 def acceptance_by_position(

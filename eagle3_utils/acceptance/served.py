@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_utils.acceptance.heldout import acceptance_by_position
+from eagle3_utils.acceptance.heldout import accept_length, acceptance_by_position
 from eagle3_utils.acceptance.intervals import ALL, Interval, ratio_interval
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.tree import TreeShape
@@ -291,10 +291,9 @@ def table(runs: Sequence[ServedRun]) -> list[dict[str, Any]]:
 def _accept_length(answers: Sequence[ServedAnswer]) -> dict[str, Interval]:
     verifications = [answer.verifications for answer in answers]
     tokens = [answer.completion_tokens for answer in answers]
-    counted = [(sum(answer.num_accepted) + sum(answer.histogram), sum(answer.histogram)) for answer in answers]
     per_request = [a / b for a, b in zip(tokens, verifications, strict=True)]
     return {
         "total": ratio_interval(tokens, verifications),
         "per_request": ratio_interval(per_request, [1] * len(answers)),
-        "counted": ratio_interval(*zip(*counted, strict=True)),
+        "counted": accept_length([answer.num_accepted for answer in answers]),
     }

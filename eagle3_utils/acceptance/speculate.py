@@ -43,11 +43,6 @@ class Decoded:
     def num_verifications(self) -> int:
         return len(self.num_accepted)
 
-    @property
-    def num_verified_tokens(self) -> int:
-        """Completion tokens the verifications gave: all but the first, which prefill gives."""
-        return len(self.output_ids) - 1
-
 
 def load_reference_model(
     target: Target, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"

@@ -63,7 +63,8 @@ def review_draft(folder: Path, target: Target, trained_aux_layers: list[int] | N
         review.problems.append("config.json has no draft_vocab_size: SGLang would stop with an AttributeError")
         files.values["draft_vocab_size"] = len(files.tensors["d2t"]) if "d2t" in files.tensors else None
     try:
-        any_ids = list(range(fused)) if type(fused := _fused_states(files)) is int else [0, 1, 2]
+        fused = _fused_states(files)
+        any_ids = list(range(fused)) if type(fused) is int else [0, 1, 2]
         config = draft_config_of(files.values | {"eagle_config": {LAYER_IDS: any_ids}}, target)
     except UserError as error:
         review.problems.append(f"{error.what}: SGLang would not start")

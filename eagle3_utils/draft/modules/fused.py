@@ -72,16 +72,13 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return _RowsOf.apply(x, rows)
 
 
-def add_row_gradient(leaf: torch.Tensor, rows: torch.Tensor | slice, upstream: torch.Tensor) -> None:
-    """leaf.grad[rows] += upstream, for a leaf that wants a gradient."""
-    if not leaf.requires_grad:
-        return
-    if leaf.grad is None:
-        leaf.grad = torch.zeros_like(leaf)
-    if isinstance(rows, slice):
-        leaf.grad[rows] += upstream
-    else:
-        leaf.grad.index_add_(0, rows, upstream)
+def row_gradient(x: torch.Tensor, rows: torch.Tensor | slice, upstream: torch.Tensor) -> torch.Tensor | None:
+    """The gradient by all of x [N, …], given that by some of its rows; None for a leaf: it is added to its `.grad`."""
+    if not x.is_leaf:
+        return _add_rows(torch.zeros_like(x), rows, upstream)
+    if x.requires_grad:
+        x.grad = _add_rows(torch.zeros_like(x) if x.grad is None else x.grad, rows, upstream)
+    return None
 
 
 def normed_linears(
@@ -116,6 +113,13 @@ def add_weight_gradient(
     weight.grad[:, columns].addmm_(upstream.T, x)
 
 
+def _add_rows(total: torch.Tensor, rows: torch.Tensor | slice, values: torch.Tensor) -> torch.Tensor:
+    if isinstance(rows, slice):
+        total[rows] += values
+        return total
+    return total.index_add_(0, rows, values)
+
+
 def _columns(weight: torch.Tensor | Columns) -> Columns:
     return weight if isinstance(weight, Columns) else Columns(weight, slice(None))
 
@@ -141,11 +145,7 @@ class _RowsOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        x, rows = ctx.saved_tensors
-        if x.is_leaf:
-            add_row_gradient(x, rows, upstream)
-            return None, None
-        return torch.zeros_like(x).index_add_(0, rows, upstream), None
+        return row_gradient(*ctx.saved_tensors, upstream), None
 
 
 class _NormedLinears(torch.autograd.Function):

@@ -23,7 +23,7 @@ class Journal:
 
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # a kill cut the last line short
+        torn = _ends_within_a_line(path)
         self._file = open(path, "a")  # noqa: SIM115 (closed in close)
         self._file.write("\n" if torn else "")
         self._board = FileWriter(str(folder / "tensorboard"))
@@ -60,6 +60,15 @@ class Journal:
 
     def __exit__(self, *_exception) -> None:
         self.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether a kill cut the last line of a file short."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _one_summary(curves: dict[str, float]) -> Any:

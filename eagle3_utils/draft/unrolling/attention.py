@@ -52,7 +52,7 @@ def with_own_keys(attend_prefix: PrefixAttention) -> Attention:
         if not own_keys:
             return attended
         own = torch.stack(own_keys, 1), torch.stack(own_values, 1)
-        return merge_own_keys(attended, lse, query, *own, scale)[0]
+        return _compiled_merge(attended, lse, query, *own, scale)[0]
 
     return attend
 
@@ -156,7 +156,6 @@ def interval_block_mask(document_start: torch.Tensor, slots: torch.Tensor) -> Bl
     )
 
 
-@fused
 def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     """Add each row's own later keys to its prefix attention, as one softmax over both.
 
@@ -170,3 +169,6 @@ def merge_own_keys(attended, lse, query, own_keys, own_values, scale):
     weights = (scores - total[:, None]).exp().unflatten(2, (num_kv, -1))[..., None]  # [n, i, K, G, 1]
     own = (weights * own_values[:, :, :, None]).sum(1).flatten(1, 2)  # [n, A, F]
     return (attended.float() * (lse - total).exp()[..., None] + own).to(attended.dtype), total
+
+
+_compiled_merge = fused(merge_own_keys)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from eagle3_utils.devices import to_device
-from eagle3_utils.draft.modules.fused import add_row_gradient
+from eagle3_utils.draft.modules.fused import row_gradient
 from eagle3_utils.draft.network import DraftModel
 from eagle3_utils.draft.unrolling import kernels
 from eagle3_utils.draft.unrolling.attention import Attention, eager_attention, flex_attention_of
@@ -136,7 +136,7 @@ class _MergedAttention(torch.autograd.Function):
             *laid_out, keys[layout.keys], values[layout.keys], weightless, layout, scale
         )
         by_keys, by_values = (
-            _by_slot(part, whole, layout.keys) for part, whole in zip(by_seen, (keys, values), strict=True)
+            row_gradient(whole, layout.keys, part) for whole, part in zip((keys, values), by_seen, strict=True)
         )
         if not own:
             return by_place.index_select(0, places), by_keys, by_values, None, None
@@ -153,19 +153,6 @@ def _places(layout: SpanLayout, num_rows: int) -> tuple[torch.Tensor, torch.Tens
     A place without a row gets another's query, and has no weight in the backward pass (its log-sum-exp is infinite).
     """
     return layout.places[:num_rows], layout.rows.clamp(max=num_rows - 1)
-
-
-def _by_slot(gradient: torch.Tensor, whole: torch.Tensor, seen: slice | torch.Tensor) -> torch.Tensor | None:
-    """The gradient by the keys or values that were seen as one by all of them, [T, K, width]; None when those are a
-    leaf, which then has it."""
-    if whole.is_leaf:
-        add_row_gradient(whole, seen, gradient)
-        return None
-    if isinstance(seen, slice):
-        spread = torch.zeros_like(whole)
-        spread[seen] = gradient
-        return spread
-    return torch.zeros_like(whole).index_copy_(0, seen, gradient)
 
 
 def _stacked(own: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ def own_gradients(upstream, attended, lse, query, own_keys, own_values, scale: f
 def merge_plainly(attended, lse, places, query, own_keys, own_values, scale: float):
     """`merge_own` by tensor operations."""
     attended, lse = attended.index_select(0, places), lse.index_select(0, places)
-    return merge_own_keys.__wrapped__(attended, lse, query, own_keys, own_values, scale)
+    return merge_own_keys(attended, lse, query, own_keys, own_values, scale)
 
 
 def gradients_plainly(upstream, attended, lse, query, own_keys, own_values, scale: float, by_place, places):

@@ -46,6 +46,41 @@ def _launch(query, own_keys, own_values) -> tuple[tuple[int, int], dict]:
     return (num_rows, num_kv), {"G": group, "E": width, "F": value_width, "num_warps": num_warps, **sizes}
 
 
+@triton.jit
+def _program(places, num_kv, G: tl.constexpr, G_BLOCK: tl.constexpr):
+    """Which row and key-value head; of its query heads [G_BLOCK]: their numbers, whether they are there, and where they
+    lie among all rows' heads and all places' heads; the row's place."""
+    row, kv_head, g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, G_BLOCK)
+    place, heads = tl.load(places + row), kv_head * G + g
+    return row, kv_head, heads, g < G, row * num_kv * G + heads, place * num_kv * G + heads, place
+
+
+@triton.jit
+def _heads(tensor, at, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The vectors of some heads, float32 [G_BLOCK, BLOCK]; zeros beyond."""
+    w = tl.arange(0, BLOCK)
+    return tl.load(tensor + at[:, None] * WIDTH + w, mask=there[:, None] & (w < WIDTH), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put_heads(tensor, at, there, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    w = tl.arange(0, BLOCK)
+    tl.store(tensor + at[:, None] * WIDTH + w, values, mask=there[:, None] & (w < WIDTH))
+
+
+@triton.jit
+def _vector(tensor, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One key or value, float32 [BLOCK]; zeros beyond."""
+    w = tl.arange(0, BLOCK)
+    return tl.load(tensor + at * WIDTH + w, mask=w < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put_vector(tensor, at, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    w = tl.arange(0, BLOCK)
+    tl.store(tensor + at * WIDTH + w, values, mask=w < WIDTH)
+
+
 @triton.jit(do_not_specialize=["num_own"])
 def _merge(
     attended, lse, places, query, own_keys, own_values, out, out_lse,
@@ -53,27 +88,22 @@ def _merge(
     G: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, e, f = tl.arange(0, G_BLOCK), tl.arange(0, E_BLOCK), tl.arange(0, F_BLOCK)
-    in_keys, in_values = (g < G)[:, None] & (e < E), (g < G)[:, None] & (f < F)
-    place, heads = tl.load(places + row), kv_head * G + g
-    in_row, in_place = row * num_kv * G + heads, place * num_kv * G + heads
-    q = tl.load(query + in_row[:, None] * E + e, mask=in_keys, other=0.0).to(tl.float32)
-    mixed = tl.load(attended + in_place[:, None] * F + f, mask=in_values, other=0.0).to(tl.float32)
-    largest = tl.load(lse + place * lse_by_place + heads * lse_by_head, mask=g < G, other=0.0)
+    row, kv_head, heads, there, in_row, in_place, place = _program(places, num_kv, G, G_BLOCK)
+    q = _heads(query, in_row, there, E, E_BLOCK)
+    mixed = _heads(attended, in_place, there, F, F_BLOCK)
+    largest = tl.load(lse + place * lse_by_place + heads * lse_by_head, mask=there, other=0.0)
     total = tl.full([G_BLOCK], 1.0, tl.float32)
     for number in range(num_own):
         at = (row * num_own + number) * num_kv + kv_head
-        key = tl.load(own_keys + at * E + e, mask=e < E, other=0.0).to(tl.float32)
-        value = tl.load(own_values + at * F + f, mask=f < F, other=0.0).to(tl.float32)
+        key, value = _vector(own_keys, at, E, E_BLOCK), _vector(own_values, at, F, F_BLOCK)
         score = tl.sum(q * key[None, :], 1) * scale
         new_largest = tl.maximum(largest, score)
         shrunk, weight = tl.exp(largest - new_largest), tl.exp(score - new_largest)
         mixed = mixed * shrunk[:, None] + weight[:, None] * value[None, :]
         total = total * shrunk + weight
         largest = new_largest
-    tl.store(out + in_row[:, None] * F + f, mixed / total[:, None], mask=in_values)
-    tl.store(out_lse + in_row, largest + tl.log(total), mask=g < G)
+    _put_heads(out, in_row, there, mixed / total[:, None], F, F_BLOCK)
+    tl.store(out_lse + in_row, largest + tl.log(total), mask=there)
 
 
 @triton.jit(do_not_specialize=["num_own"])
@@ -83,24 +113,18 @@ def _gradients(
     G: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, e, f = tl.arange(0, G_BLOCK), tl.arange(0, E_BLOCK), tl.arange(0, F_BLOCK)
-    in_keys, in_values = (g < G)[:, None] & (e < E), (g < G)[:, None] & (f < F)
-    place, heads = tl.load(places + row), kv_head * G + g
-    in_row, in_place = row * num_kv * G + heads, place * num_kv * G + heads
-    q = tl.load(query + in_row[:, None] * E + e, mask=in_keys, other=0.0).to(tl.float32)
-    up = tl.load(upstream + in_row[:, None] * F + f, mask=in_values, other=0.0).to(tl.float32)
-    mixed = tl.load(attended + in_row[:, None] * F + f, mask=in_values, other=0.0).to(tl.float32)
-    lse_of_both = tl.load(lse + in_row, mask=g < G, other=0.0)
-    mean = tl.sum(up * mixed, 1)
-    by_q = tl.load(by_place + in_place[:, None] * E + e, mask=in_keys, other=0.0).to(tl.float32)
+    row, kv_head, _, there, in_row, in_place, _ = _program(places, num_kv, G, G_BLOCK)
+    q = _heads(query, in_row, there, E, E_BLOCK)
+    up = _heads(upstream, in_row, there, F, F_BLOCK)
+    mean = tl.sum(up * _heads(attended, in_row, there, F, F_BLOCK), 1)
+    lse_of_both = tl.load(lse + in_row, mask=there, other=0.0)
+    by_q = _heads(by_place, in_place, there, E, E_BLOCK)
     for number in range(num_own):
         at = (row * num_own + number) * num_kv + kv_head
-        key = tl.load(own_keys + at * E + e, mask=e < E, other=0.0).to(tl.float32)
-        value = tl.load(own_values + at * F + f, mask=f < F, other=0.0).to(tl.float32)
+        key, value = _vector(own_keys, at, E, E_BLOCK), _vector(own_values, at, F, F_BLOCK)
         weight = tl.exp(tl.sum(q * key[None, :], 1) * scale - lse_of_both)
         by_score = weight * (tl.sum(up * value[None, :], 1) - mean) * scale
         by_q += by_score[:, None] * key[None, :]
-        tl.store(by_keys + at * E + e, tl.sum(by_score[:, None] * q, 0), mask=e < E)
-        tl.store(by_values + at * F + f, tl.sum(weight[:, None] * up, 0), mask=f < F)
-    tl.store(by_query + in_row[:, None] * E + e, by_q, mask=in_keys)
+        _put_vector(by_keys, at, tl.sum(by_score[:, None] * q, 0), E, E_BLOCK)
+        _put_vector(by_values, at, tl.sum(weight[:, None] * up, 0), F, F_BLOCK)
+    _put_heads(by_query, in_row, there, by_q, E, E_BLOCK)

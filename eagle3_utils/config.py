@@ -272,7 +272,11 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     section, dot, key = left.partition(".")
     if not equals or not dot:
         raise UserError(f"--set {override!r}: write it as stage.key=value", exit_code=2)
-    return ("shared" if section == "shared" else stage_named(section)), key, yaml.safe_load(value)
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML: {' '.join(str(error).split())}", f"--set {override}", exit_code=2) from None
+    return ("shared" if section == "shared" else stage_named(section)), key, parsed
 
 
 def _near(key: str, known: Iterable[str]) -> str | None:

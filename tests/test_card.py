@@ -25,8 +25,11 @@ EVALUATED = {
     "accept_length_from": "decoded", "num_prompts": 12, "max_new_tokens": 40, "shape": [5, 1, 6],
     "parity": {"passed": True, "offline": [0.5, 0.25], "served": [0.5, 0.125]},
     "served": [
-        {"draft": "no draft", "concurrency": 1},
-        {"draft": "5 · 1 · 6", "concurrency": 8, "counted": 1.44, "speed-up": 1.21},
+        {"draft": "no draft", "concurrency": 1, "tokens/s": 900.0},
+        {"draft": "3 · 1 · 4", "concurrency": 1, "tokens/s": 100.0, "counted": 1.43, "speed-up": 1.11},
+        {"draft": "3 · 1 · 4", "concurrency": 8, "tokens/s": 800.0, "counted": 1.43, "speed-up": 1.11},
+        {"draft": "8 · 1 · 9", "concurrency": 1, "tokens/s": 120.0, "counted": 1.44, "speed-up": 1.21},
+        {"draft": "8 · 1 · 9", "concurrency": 8, "tokens/s": 700.0, "counted": 1.44, "speed-up": 1.09},
     ],
 }  # fmt: skip
 
@@ -40,9 +43,15 @@ def folders(tmp_path):
     return run, draft
 
 
-def evaluated(run, draft="d00d"):
-    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED)
-    write_json(run / "05_evaluate_acceptance" / "DONE.json", {"inputs": {"draft": draft}})
+def evaluated(run, draft="d00d", extra_server_args=(), **changes):
+    write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED | changes)
+    done = {"inputs": {"draft": draft}, "config": {"extra_server_args": list(extra_server_args)}}
+    write_json(run / "05_evaluate_acceptance" / "DONE.json", done)
+
+
+def served_flags(run, draft):
+    command = write_card(draft, run).read_text().split("```")[1].replace("\\\n", " ").split()
+    return dict(zip(command[3::2], command[4::2], strict=True))
 
 
 def test_the_card_says_what_was_measured_and_how_to_serve(folders):
@@ -68,11 +77,22 @@ def test_the_command_is_one_that_the_installed_sglang_takes(folders):
     from sglang.srt.server_args import ServerArgs
 
     run, draft = folders
-    evaluated(run)
-    command = write_card(draft, run).read_text().split("```")[1].replace("\\\n", " ").split()
-    flags = dict(zip(command[3::2], command[4::2], strict=True))
-    assert flags["--speculative-num-steps"] == "5" and flags["--speculative-num-draft-tokens"] == "6"
+    evaluated(run, extra_server_args=["--cuda-graph-backend-prefill", "breakable"])
+    flags = served_flags(run, draft)
+    assert flags["--cuda-graph-backend-prefill"] == "breakable"
     assert all(flag[2:].replace("-", "_") in ServerArgs.__dataclass_fields__ for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("served", "steps"),
+    [(EVALUATED["served"], "8"), (EVALUATED["served"][:3], "3"), (EVALUATED["served"][:1], "5"), ([], "5")],
+)
+def test_the_command_has_the_shape_that_was_fastest_with_fewest_in_flight(folders, served, steps):
+    run, draft = folders
+    evaluated(run, served=served, extra_server_args=["--flag", "of_servers_that_drafted_nothing"])
+    flags = served_flags(run, draft)
+    assert flags["--speculative-num-steps"] == steps and flags["--speculative-num-draft-tokens"] == str(int(steps) + 1)
+    assert ("--flag" in flags) == (len(served) > 1)
 
 
 def test_figures_of_another_draft_and_another_corpus_are_left_out(folders):

@@ -74,6 +74,13 @@ def test_broken_parameters_files_are_refused(tmp_path, text, message):
         read_parameters(file)
 
 
+def test_an_override_that_is_no_yaml_is_refused_by_name(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("shared: {seed: 1}\n")
+    with pytest.raises(UserError, match=r"--set 0\.endpoints=\[,a\]: not valid YAML"):
+        read_parameters(file, ["0.endpoints=[,a]"])
+
+
 @pytest.mark.parametrize("path", PARAMETER_FILES, ids=lambda path: path.stem)
 def test_every_parameters_file_is_valid_for_every_stage(path):
     parameters = read_parameters(path)

@@ -7,6 +7,7 @@ from the `metrics.json` of the run's stages; what was not measured, or of anothe
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def card_text(values: dict[str, Any], metrics: dict[str, dict], done: dict[str, 
         f"---\nbase_model: {target}\ntags: [eagle3, speculative-decoding, sglang]\n---",
         f"# EAGLE-3 draft for {target}",
         "Drafts for this target, and no other, in SGLang; what is generated stays the target's own.",
-        "## Serve\n\n```\n" + serve_command(target, metrics["05"].get("shape") or [3, 1, 4]) + "\n```",
+        "## Serve\n\n" + _serving(target, metrics["05"], done["05"].get("config", {})),
         "## Draft\n\n" + _table(_shape_rows(values, done["04"].get("config", {}))),
     ]
     for title, rows in (
@@ -47,6 +48,27 @@ def card_text(values: dict[str, Any], metrics: dict[str, dict], done: dict[str, 
         if rows:
             parts.append(f"## {title}\n\n{_table(rows)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _serving(target: str, evaluation: dict[str, Any], config: dict[str, Any]) -> str:
+    """The command of the fastest shape that was served, with the flags it was served with; else of the one decoded."""
+    fastest = fastest_shape(evaluation)
+    command = serve_command(target, fastest or evaluation.get("shape") or [3, 1, 4])
+    if fastest is None:
+        return f"```\n{command}\n```"
+    if config.get("extra_server_args"):
+        command += f" \\\n  {shlex.join(config['extra_server_args'])}"
+    return f"```\n{command}\n```\n\nThe fastest of the shapes below at their lowest concurrency."
+
+
+def fastest_shape(evaluation: dict[str, Any]) -> list[int] | None:
+    """[steps, top-k, draft tokens] of most tokens/s at the lowest concurrency; None when no draft was served."""
+    drafting = [row for row in evaluation.get("served") or [] if "counted" in row]
+    fewest = min((row["concurrency"] for row in drafting), default=None)
+    rows = [row for row in drafting if row["concurrency"] == fewest]
+    if not rows:
+        return None
+    return [int(number) for number in max(rows, key=lambda row: row["tokens/s"])["draft"].split(" · ")]
 
 
 def serve_command(target: str, shape: list[int], draft: str = "PATH/TO/THIS/FOLDER") -> str:

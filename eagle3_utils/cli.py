@@ -58,7 +58,8 @@ def stop(run_folder: Path) -> None:
 
     folder = _run_folder(run_folder)
     pid = runner.stop(folder)
-    print(f"stopped pid {pid}; to go on: {runs.read_runner(folder)[1]}")
+    runner_before = runs.read_runner(folder)
+    print(f"stopped pid {pid}; to go on: {runner_before[1]}" if runner_before else f"pid {pid} was done already")
 
 
 @app.command()

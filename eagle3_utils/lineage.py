@@ -39,7 +39,7 @@ def stage_inputs(config: StageConfig) -> dict[str, str]:
     """
     inputs = {"target": load_target(config.model, config.trust_remote_code).fingerprint}
     for name, (stage, output) in UPSTREAM[config.stage].items():
-        if name == "responses" and not _reads_responses(config):
+        if name == "responses" and not reads_responses(config):
             continue
         inputs[name] = runs.output_of(config, stage, output)
     for path in _files(config):
@@ -66,8 +66,8 @@ def _dataset_hash(spec: SourceSpec) -> str:
         raise UserError(f"cannot find this dataset: {first_line(error)}", f"sources: {spec.name}: {spec.hf}") from None
 
 
-def _reads_responses(config: StageConfig) -> bool:
-    """Stage 01 needs stage 00 only when a source of its own reads this run's responses."""
+def reads_responses(config: StageConfig) -> bool:
+    """Whether a source of stage 01 reads this run's responses; only then it needs stage 00."""
     return any("{data}" in str(source.get("path", "")) for source in config.sources)
 
 

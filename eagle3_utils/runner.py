@@ -32,7 +32,7 @@ from eagle3_utils import runs, summary
 from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_named, stage_parameters
 from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.errors import UserError, first_line
-from eagle3_utils.lineage import UPSTREAM, stage_inputs
+from eagle3_utils.lineage import UPSTREAM, reads_responses, stage_inputs
 
 # Progress bars of libraries redraw themselves into thousands of lines of a saved notebook.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
@@ -72,7 +72,7 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
     again += [word for override in overrides for word in ("--set", override)]
     with _sole_runner(run_folder, shlex.join(again)), _Interrupts() as interrupts:
         made: set[str] = set()
-        for stage in stages:
+        for stage in without_unread_responses(stages, configs["01_merge_data"]):
             # What follows from a stage that was just made again is made again too.
             follows = any(upstream in made for upstream, _ in UPSTREAM[stage].values())
             if _is_current(configs[stage], run_folder, force or follows):
@@ -81,6 +81,14 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
             _execute(stage, flat[stage], run_folder, interrupts)
             made.add(stage)
     return run_folder
+
+
+def without_unread_responses(stages: list[str], merging: StageConfig) -> list[str]:
+    """The stages of a run, which does not generate responses that the merge after it would not read."""
+    if stages[:2] != list(STAGES)[:2] or reads_responses(merging):
+        return stages
+    print(f"{stages[0]}: left out, since no source of {stages[1]} reads its responses", flush=True)
+    return stages[1:]
 
 
 def checked_parameters(path: Path, stages: list[str], overrides: list[str]) -> tuple[dict[str, dict], dict[str, Any]]:
@@ -202,7 +210,8 @@ def _write_html(notebook: Path) -> None:
 def _sole_runner(run_folder: Path, command: str) -> Iterator[None]:
     """Hold the run folder's lock; the kernel drops it when this process dies, however it dies.
 
-    The file has this process's pid, then the command that goes on with the run (`runs.read_runner`).
+    The file has this process's pid, then the command that goes on with the run (`runs.read_runner`); nothing once all
+    of its stages are done.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
     with open(run_folder / "runner.pid", "a+") as file:
@@ -214,6 +223,7 @@ def _sole_runner(run_folder: Path, command: str) -> Iterator[None]:
         file.write(f"{os.getpid()}\n{command}\n")
         file.flush()
         yield
+        file.truncate(0)
 
 
 class _Interrupts:
@@ -270,10 +280,11 @@ def stop(run_folder: Path, timeout_seconds: float = 2 * _KERNEL_STOP_SECONDS) ->
     Raises `UserError` when none is at work there, or it does not end in time.
     """
     with open(run_folder / "runner.pid", "a+") as file:
-        if runs.try_lock(file):
-            raise UserError("no runner is at work here", str(run_folder))
+        at_work = not runs.try_lock(file)
         file.seek(0)
-        pid = int(file.readline())
+        pid = int(file.readline().strip() or 0)  # none: all its stages are done
+        if not (at_work and pid):
+            raise UserError("no runner is at work here", str(run_folder))
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + timeout_seconds
         while not runs.try_lock(file):

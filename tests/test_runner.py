@@ -13,7 +13,7 @@ import nbformat
 import pytest
 import yaml
 
-from eagle3_utils import runner, runs
+from eagle3_utils import runner, runs, summary
 from eagle3_utils.config import STAGES
 from eagle3_utils.errors import UserError
 
@@ -68,6 +68,7 @@ def test_a_stage_runs_with_its_parameters_and_leaves_notebook_html_and_done(para
     page = (folder / "notebook.html").read_text()
     assert "<html" in page and not re.search(r"""<(script|link)[^>]*(src|href)=|import\(|cdnjs""", page)
     assert runs.read_done(folder.parent, STAGE)["config"]["num_samples"] == 5
+    assert summary.how_to_go_on(folder.parent, summary.stage_rows(folder.parent)) is None  # the stages before wait
 
 
 def test_a_done_stage_is_skipped_and_force_runs_it_again(parameters, write_notebook, capsys):
@@ -169,6 +170,17 @@ def test_a_stop_that_comes_between_two_cells_or_after_the_last_one_ends_the_run(
     with pytest.raises(KeyboardInterrupt):
         runner._execute(STAGE, {}, tmp_path, interrupts)
     assert ran == (["all"] if seen_by == "no cell" else []) and (folder / "DONE.json").is_file()
+
+
+def test_responses_that_no_source_reads_are_not_generated(tmp_path, capsys):
+    stages, chats = list(STAGES), {"name": "chats", "path": str(tmp_path / "chats.jsonl")}
+    merging = STAGES["01_merge_data"]
+    own_data, both = merging(sources=[chats]), merging(sources=[chats, *merging().sources])
+    assert runner.without_unread_responses(stages, own_data) == stages[1:]
+    assert "00_generate_responses: left out" in capsys.readouterr().out
+    for asked, config in ((stages, both), (stages, merging()), (stages[:1], own_data), (stages[1:], own_data)):
+        assert runner.without_unread_responses(asked, config) == asked
+    assert not capsys.readouterr().out
 
 
 def test_stage_range_by_number_and_name():

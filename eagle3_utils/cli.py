@@ -43,10 +43,7 @@ def run(
         pid, log = runner.detach(parameters, stages, overrides, sys.argv[1:])
         print(f"running as pid {pid}, output in {log}; stop it with: eagle3 stop {log.parent}")
         return
-    try:
-        run_folder = runner.run_pipeline(parameters, stages, overrides, force)
-    except KeyboardInterrupt:
-        raise UserError("interrupted", fix="run the same command again to go on", exit_code=130) from None
+    run_folder = runner.run_pipeline(parameters, stages, overrides, force)
     _write_report(run_folder)
     print("\n" + summary.table(summary.result_rows(run_folder)))
 
@@ -54,10 +51,11 @@ def run(
 @app.command()
 def stop(run_folder: Path) -> None:
     """Stop the runner of a run folder; it saves its work and stops its servers first."""
-    from eagle3_utils import runner, runs
+    from eagle3_utils import run_lock, runs
+    from eagle3_utils.runner import KERNEL_STOP_SECONDS
 
     folder = _run_folder(run_folder)
-    pid = runner.stop(folder)
+    pid = run_lock.stop(folder, timeout_seconds=2 * KERNEL_STOP_SECONDS)
     runner_before = runs.read_runner(folder)
     print(f"stopped pid {pid}; to go on: {runner_before[1]}" if runner_before else f"pid {pid} was done already")
 
@@ -119,7 +117,8 @@ def verify(
     """Check a store of hidden states; exit 1 and the names of the bad samples when anything is wrong."""
     from eagle3_utils.states.shards.verify import stores_under, verify_store
 
-    reports = {str(folder): verify_store(folder, deep=deep, repair=repair) for folder in stores_under(store)}
+    folders = stores_under(_folder(store, "no such store or run folder"))
+    reports = {str(folder): verify_store(folder, deep=deep, repair=repair) for folder in folders}
     found = {folder: report.to_json() for folder, report in reports.items()}
     if as_json:
         print(json.dumps(found if len(found) > 1 else found.popitem()[1], indent=2))
@@ -206,22 +205,29 @@ def _write_report(run_folder: Path) -> list[Path]:
 
 
 def _run_folder(path: Path) -> Path:
-    """A run folder named from here or, as in parameters files, from the repository root."""
+    return _folder(path, "no such run folder")
+
+
+def _folder(path: Path, missing: str) -> Path:
+    """A folder named from here or, as in parameters files, from the repository root."""
     from eagle3_utils import runs
 
     found = path if path.is_dir() else runs.resolve_path(path)
     if not found.is_dir():
-        raise UserError("no such run folder", str(path), exit_code=2)
+        raise UserError(missing, str(path), exit_code=2)
     return found.resolve()
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point of the console script: turns a `UserError` into one or two lines and an exit code."""
+    """Entry point of the console script: a `UserError`, or the system's, becomes one or two lines and an exit code."""
     try:
         app(args=arguments)
     except UserError as error:
         print(f"eagle3: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except OSError as error:  # a full disk, a folder that is not ours, a file in the place of a folder
+        print(f"eagle3: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

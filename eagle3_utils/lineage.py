@@ -6,13 +6,18 @@ is known by a content hash.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 
 from eagle3_utils import runs
 from eagle3_utils.config import StageConfig
 from eagle3_utils.corpus.reading.sources import SourceSpec, parse_sources, source_files
 from eagle3_utils.errors import UserError, first_line
+from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import load_target
+
+RESPONSES = "{data}/responses.jsonl"  # the path by which a source of stage 01 reads what stage 00 made
 
 # stage → {input name: (earlier stage, its output)}
 UPSTREAM: dict[str, dict[str, tuple[str, str]]] = {
@@ -47,28 +52,45 @@ def stage_inputs(config: StageConfig) -> dict[str, str]:
     entries = getattr(config, "sources", [])
     for entry, spec in zip(entries, parse_sources(entries, runs.data_folder(config)) if entries else [], strict=True):
         if spec.hf:
-            inputs[f"dataset {spec.hf}"] = _dataset_hash(spec)
-        elif "{data}" not in entry["path"]:
+            inputs[f"dataset {spec.hf}"] = _dataset_hash(spec, config)
+        elif entry["path"] != RESPONSES:
             inputs[f"file {spec.path}"] = runs.hash_files(source_files(spec))
+    for folder in getattr(config, "more_data", []):
+        inputs[f"states of {folder}"] = _states_hash(runs.resolve_path(folder))
+    if init_from := getattr(config, "init_from", None):
+        inputs[f"draft {init_from}"] = _folder_hash(runs.resolve_path(init_from))
     return inputs
 
 
-def _dataset_hash(spec: SourceSpec) -> str:
-    """Of a folder its files' hash, of a dataset on the hub the commit it stands at."""
+def _states_hash(data: Path) -> str:
+    """Of the states that another run has extracted: its sample ids and their checksums."""
+    stores = [data / "hidden_states" / split for split in ("train", "val")]
+    return runs.hash_json([StoreReader(store).content_hash() if store.is_dir() else None for store in stores])
+
+
+def _folder_hash(folder: Path) -> str:
+    return runs.hash_files(sorted(path for path in folder.rglob("*") if path.is_file()))
+
+
+def _dataset_hash(spec: SourceSpec, config: StageConfig) -> str:
+    """Of a folder its files' hash, of a dataset on the hub its commit; without the hub, the one read before."""
     folder = runs.resolve_path(spec.hf)
     if folder.is_dir():
-        return runs.hash_files(sorted(path for path in folder.rglob("*") if path.is_file()))
+        return _folder_hash(folder)
     from huggingface_hub import HfApi
 
     try:
         return HfApi().dataset_info(spec.hf).sha
     except (OSError, ValueError, httpx.HTTPError) as error:
+        done = runs.read_done(runs.resolve_path(config.run_dir), config.stage) or {"inputs": {}}
+        if recorded := done["inputs"].get(f"dataset {spec.hf}"):
+            return recorded
         raise UserError(f"cannot find this dataset: {first_line(error)}", f"sources: {spec.name}: {spec.hf}") from None
 
 
 def reads_responses(config: StageConfig) -> bool:
     """Whether a source of stage 01 reads this run's responses; only then it needs stage 00."""
-    return any("{data}" in str(source.get("path", "")) for source in config.sources)
+    return any(source.get("path") == RESPONSES for source in config.sources)
 
 
 def _files(config: StageConfig) -> list[str]:

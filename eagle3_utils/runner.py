@@ -7,7 +7,6 @@ SIGTERM interrupt the kernel and wait for it, so that it saves its work and stop
 from __future__ import annotations
 
 import ast
-import contextlib
 import logging
 import os
 import shlex
@@ -15,8 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
 
-from eagle3_utils import runs, summary
+from eagle3_utils import run_lock, runs, summary
 from eagle3_utils.config import STAGES, StageConfig, read_parameters, stage_named, stage_parameters
 from eagle3_utils.corpus.reading.sources import parse_sources
 from eagle3_utils.errors import UserError, first_line
@@ -40,7 +37,7 @@ _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNI
 _HTML_TEMPLATE = "{% extends 'lab/index.html.j2' %}" + "".join(
     f"{{% block html_head_js{part} %}}{{% endblock %}}" for part in ("", "_mathjax", "_mermaidjs")
 )
-_KERNEL_STOP_SECONDS = 180  # a checkpoint and the stop of a large server fit in here
+KERNEL_STOP_SECONDS = 180  # a checkpoint and the stop of a large server fit in here
 
 
 def stage_range(start: str | None, end: str | None, only: str | None) -> list[str]:
@@ -62,7 +59,7 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
     ------
     UserError
         When the parameters are wrong (before anything starts), another runner is at work in the run folder, a
-        finished stage does not fit these parameters, or a notebook fails.
+        finished stage does not fit these parameters, a notebook fails, or a signal ends it.
     """
     flat, configs = checked_parameters(parameters_path, stages, overrides)
     run_folder = runs.resolve_path(configs[stages[0]].run_dir)
@@ -70,17 +67,25 @@ def run_pipeline(parameters_path: Path, stages: list[str], overrides: list[str],
     if stages != list(STAGES):
         again += ["--from", stages[0][:2], "--to", stages[-1][:2]]
     again += [word for override in overrides for word in ("--set", override)]
-    with _sole_runner(run_folder, shlex.join(again)), _Interrupts() as interrupts:
-        made: set[str] = set()
-        for stage in without_unread_responses(stages, configs["01_merge_data"]):
-            # What follows from a stage that was just made again is made again too.
-            follows = any(upstream in made for upstream, _ in UPSTREAM[stage].values())
-            if _is_current(configs[stage], run_folder, force or follows):
-                print(f"{stage}: done already", flush=True)
-                continue
-            _execute(stage, flat[stage], run_folder, interrupts)
-            made.add(stage)
+    stages = without_unread_responses(stages, configs["01_merge_data"])
+    try:
+        with run_lock.hold(run_folder, shlex.join(again)), _Interrupts() as interrupts:
+            _run_stages(stages, flat, configs, run_folder, force, interrupts)
+    except KeyboardInterrupt:  # not by the same command where that has --force: what is done stays done
+        raise UserError("interrupted", fix=f"to go on: {shlex.join(again)}", exit_code=130) from None
     return run_folder
+
+
+def _run_stages(stages, flat, configs, run_folder: Path, force: bool, interrupts: _Interrupts) -> None:
+    made: set[str] = set()
+    for stage in stages:
+        # What follows from a stage that was just made again is made again too.
+        follows = any(upstream in made for upstream, _ in UPSTREAM[stage].values())
+        if _is_current(configs[stage], run_folder, force or follows):
+            print(f"{stage}: done already", flush=True)
+            continue
+        _execute(stage, flat[stage], run_folder, interrupts)
+        made.add(stage)
 
 
 def without_unread_responses(stages: list[str], merging: StageConfig) -> list[str]:
@@ -147,14 +152,14 @@ def _is_current(config: StageConfig, run_folder: Path, force: bool) -> bool:
 def _execute(stage: str, values: dict[str, Any], run_folder: Path, interrupts: _Interrupts) -> None:
     folder = run_folder / stage
     folder.mkdir(parents=True, exist_ok=True)
-    for left in ("DONE.json", "progress.json"):
+    for left in ("DONE.json", "metrics.json", "progress.json"):
         (folder / left).unlink(missing_ok=True)
     (folder / "parameters.yaml").write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     print(f"{stage}: running, log in {folder / 'run.log'}", flush=True)
     output = folder / "notebook.ipynb"
     sockets = tempfile.TemporaryDirectory(prefix="eagle3-")  # of a kernel that is killed, too
     kernel = KernelManager(
-        kernel_name="python3", transport="ipc", ip=f"{sockets.name}/kernel", shutdown_wait_time=_KERNEL_STOP_SECONDS
+        kernel_name="python3", transport="ipc", ip=f"{sockets.name}/kernel", shutdown_wait_time=KERNEL_STOP_SECONDS
     )
     kernel.kernel_spec.argv[0] = sys.executable  # this environment, whatever a kernelspec elsewhere says
     interrupts.kernel = kernel
@@ -200,30 +205,9 @@ def _write_html(notebook: Path) -> None:
         return
     try:
         body, _ = HTMLExporter(raw_template=_HTML_TEMPLATE).from_notebook_node(nbformat.read(notebook, as_version=4))
-    except (ValueError, OSError) as error:  # nbconvert without its templates
+        runs.write_text(notebook.with_suffix(".html"), body)
+    except (ValueError, OSError) as error:  # nbconvert without its templates, or a full disk
         print(f"no HTML beside {notebook}: {first_line(error)}", file=sys.stderr)
-        return
-    notebook.with_suffix(".html").write_text(body)
-
-
-@contextlib.contextmanager
-def _sole_runner(run_folder: Path, command: str) -> Iterator[None]:
-    """Hold the run folder's lock; the kernel drops it when this process dies, however it dies.
-
-    The file has this process's pid, then the command that goes on with the run (`runs.read_runner`); nothing once all
-    of its stages are done.
-    """
-    run_folder.mkdir(parents=True, exist_ok=True)
-    with open(run_folder / "runner.pid", "a+") as file:
-        if not runs.try_lock(file):
-            file.seek(0)
-            raise UserError(f"another runner (pid {file.readline().strip()}) is at work here", str(run_folder))
-        file.seek(0)
-        file.truncate()
-        file.write(f"{os.getpid()}\n{command}\n")
-        file.flush()
-        yield
-        file.truncate(0)
 
 
 class _Interrupts:
@@ -260,35 +244,15 @@ class _Interrupts:
 def detach(parameters_path: Path, stages: list[str], overrides: list[str], arguments: list[str]) -> tuple[int, Path]:
     """Start `eagle3 run` again in a session of its own; returns its pid and its log file.
 
-    Raises `UserError` for wrong parameters, before anything starts.
+    Raises `UserError` for wrong parameters and beside another runner, before anything starts.
     """
     _, configs = checked_parameters(parameters_path, stages, overrides)
-    config = configs[stages[0]]
-    log = runs.resolve_path(config.run_dir) / "runner.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    run_folder = runs.resolve_path(configs[stages[0]].run_dir)
+    run_lock.require_free(run_folder)
+    log = run_folder / "runner.log"
     command = [sys.executable, "-m", "eagle3_utils.cli", *(word for word in arguments if word != "--detach")]
     with open(log, "a") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     return process.pid, log
-
-
-def stop(run_folder: Path, timeout_seconds: float = 2 * _KERNEL_STOP_SECONDS) -> int:
-    """Ask the runner of a run folder to end, and wait until it has; returns its pid.
-
-    Raises `UserError` when none is at work there, or it does not end in time.
-    """
-    with open(run_folder / "runner.pid", "a+") as file:
-        at_work = not runs.try_lock(file)
-        file.seek(0)
-        pid = int(file.readline().strip() or 0)  # none: all its stages are done
-        if not (at_work and pid):
-            raise UserError("no runner is at work here", str(run_folder))
-        os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + timeout_seconds
-        while not runs.try_lock(file):
-            if time.monotonic() > deadline:
-                raise UserError(f"pid {pid} has not ended after {timeout_seconds:.0f} s", str(run_folder))
-            time.sleep(0.5)
-    return pid

@@ -269,7 +269,7 @@ class Stage:
 
 
 def open_stage(config: StageConfig, inputs: dict[str, str]) -> Stage:
-    """Begin (or resume) a stage: makes its folder and removes an older `DONE.json`.
+    """Begin (or resume) a stage: makes its folder, and removes `DONE.json` and the figures of an earlier time.
 
     Parameters
     ----------
@@ -277,7 +277,8 @@ def open_stage(config: StageConfig, inputs: dict[str, str]) -> Stage:
     inputs : name → content hash of what it reads, from `lineage.stage_inputs`.
     """
     opened = Stage(config, inputs)
-    (opened.folder / "DONE.json").unlink(missing_ok=True)
+    for name in ("DONE.json", "metrics.json"):
+        (opened.folder / name).unlink(missing_ok=True)
     return opened
 
 

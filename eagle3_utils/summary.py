@@ -44,7 +44,7 @@ def result_rows(run_folder: Path) -> list[tuple[str, str]]:
 
 
 def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
-    """One dict per stage: stage, state (done, running, stopped, waiting), and what its progress.json says."""
+    """One dict per stage: stage, state (done, running, stopped, waiting, left out), and what its progress.json says."""
     rows = []
     runner_works = _runner_works(run_folder)
     for stage in STAGES:
@@ -52,12 +52,16 @@ def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
         if done:
             rows.append({"stage": stage, "state": "done", "wall_seconds": done["wall_seconds"]})
         elif progress:
-            state = "running" if psutil.pid_exists(progress["pid"]) else "stopped"
+            state = "running" if _works(progress["pid"], progress["started"]) else "stopped"
             rows.append(progress | {"state": state, "age_seconds": round(time.time() - progress["updated"], 1)})
         elif (run_folder / stage / "parameters.yaml").is_file():  # begun by the runner, not yet by the notebook
             rows.append({"stage": stage, "state": "running" if runner_works else "stopped"})
         else:
             rows.append({"stage": stage, "state": "waiting"})
+    last_begun = max((number for number, row in enumerate(rows) if row["state"] != "waiting"), default=0)
+    for row in rows[:last_begun]:
+        if row["state"] == "waiting":
+            row["state"] = "left out"
     return rows
 
 
@@ -107,4 +111,12 @@ def short_path(path: Path) -> Path:
 
 def _runner_works(run_folder: Path) -> bool:
     runner = runs.read_runner(run_folder)
-    return runner is not None and psutil.pid_exists(runner[0])
+    return runner is not None and _works(runner[0], (run_folder / "runner.pid").stat().st_mtime)
+
+
+def _works(pid: int, began: float) -> bool:
+    """Whether the process that began something is still there: not one that was given its number later."""
+    try:
+        return psutil.Process(pid).create_time() <= began + 1.0
+    except psutil.NoSuchProcess:
+        return False

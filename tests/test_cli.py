@@ -14,7 +14,7 @@ import pytest
 from fake_capture import fill, flip_a_byte, make_records
 from test_card import CONFIG, DONE
 
-from eagle3_utils import cli
+from eagle3_utils import cli, run_lock
 from eagle3_utils.runs import write_json
 
 COMMANDS = [
@@ -154,7 +154,16 @@ def test_report_writes_into_a_run_folder_only_and_of_a_copy_only_into_the_copy(t
 
 def test_stop_without_a_runner_says_so(tmp_path, capsys):
     code, _, err = call(capsys, "stop", tmp_path)
+    assert code == 2 and "is not a run folder" in err
+    (tmp_path / "01_merge_data").mkdir()
+    code, _, err = call(capsys, "stop", tmp_path)
     assert code == 1 and "no runner is at work here" in err
+
+
+def test_what_the_system_refuses_is_said_without_a_traceback(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    code, _, err = call(capsys, "run", "parameters/smollm2-cpu.yaml", "--set", f"shared.run_dir={tmp_path}/file/run")
+    assert code == 1 and f"{tmp_path}/file" in err and "Traceback" not in err
 
 
 def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
@@ -162,6 +171,9 @@ def test_detach_starts_a_runner_of_its_own_that_writes_a_log(tmp_path):
     parameters.write_text(f"shared: {{run_dir: {tmp_path / 'another'}}}\n")
     command = [sys.executable, "-m", "eagle3_utils.cli", "run", str(parameters), "--detach", "--only", "06"]
     command += ["--set", f"shared.run_dir={tmp_path / 'run'}"]
+    with run_lock.hold(tmp_path / "run", "eagle3 run"):
+        beside = subprocess.run(command, capture_output=True, text=True)
+    assert beside.returncode == 1 and f"another runner (pid {os.getpid()})" in beside.stderr
     wrong = subprocess.run([*command, "--set", "6.nonsense=1"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "unknown key 'nonsense'" in wrong.stderr
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "runs": set(),
     "example_target": set(),
     "target": set(),
-    "lineage": {"corpus"},
+    "lineage": {"corpus", "states"},
 }
 EVERYWHERE_BUT_RARE = {"sglang": {"serving"}, "matplotlib": {"plots"}, "typer": {"cli"}, "papermill": {"runner"}}
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from fake_capture import fill, make_records
 
 from eagle3_utils import lineage, runs
-from eagle3_utils.config import STAGES, GenerateConfig, MergeConfig
+from eagle3_utils.config import STAGES, GenerateConfig, MergeConfig, TrainConfig
 from eagle3_utils.errors import UserError
 
 
@@ -86,9 +88,44 @@ def test_a_dataset_on_the_hub_is_known_by_its_commit(shared, monkeypatch):
     assert lineage.stage_inputs(config)["dataset openai/gsm8k"] == "openai/gsm8k@abc"
     with pytest.raises(UserError, match=r"maths: openai/gsm8k.*no network"):
         lineage.stage_inputs(config)
+    commits = iter([OSError("no network")])
+    runs.open_stage(config, {"dataset openai/gsm8k": "the one read"}).finish({}, {})
+    assert lineage.stage_inputs(config)["dataset openai/gsm8k"] == "the one read", "a finished stage needs no network"
 
 
 def test_an_upstream_output_is_taken_from_its_done_file(shared):
     upstream = GenerateConfig(**shared, prompts=[], earlier_responses=[])
     runs.open_stage(upstream, {}).finish({}, {"responses": "abc"})
     assert lineage.stage_inputs(MergeConfig(**shared, decontaminate_with=[]))["responses"] == "abc"
+
+
+def test_a_source_in_the_data_folder_that_is_not_the_responses_is_a_file_like_others(shared):
+    extra = runs.resolve_path(shared["run_dir"]) / "data" / "extra.jsonl"
+    extra.parent.mkdir(parents=True)
+    extra.write_text("{}\n")
+    source = {"name": "extra", "path": "{data}/extra.jsonl"}
+    config = MergeConfig(**shared, sources=[source], decontaminate_with=[])
+    before = lineage.stage_inputs(config)
+    assert not lineage.reads_responses(config) and f"file {extra}" in before
+    extra.write_text("[]\n")
+    assert lineage.stage_inputs(config) != before
+
+
+def test_states_of_other_runs_and_the_draft_begun_with_are_inputs_of_the_training(shared, tmp_path):
+    upstream = {"01_merge_data": "corpus", "03_extract_hidden_states": "states"}
+    for stage, output in upstream.items():
+        runs.open_stage(STAGES[stage](**shared), {}).finish({}, {output: "abc"})
+    other, draft = tmp_path / "other", tmp_path / "draft"
+    records = make_records(8)
+    fill(other / "hidden_states" / "train", records[:5])
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    config = TrainConfig(**shared, more_data=[str(other)], init_from=str(draft))
+    found = [lineage.stage_inputs(config)]
+    fill(other / "hidden_states" / "val", records[5:])
+    found.append(lineage.stage_inputs(config))
+    (draft / "config.json").write_text("[]")
+    found.append(lineage.stage_inputs(config))
+    assert set(found[0]) == {"target", "corpus", "states", f"states of {other}", f"draft {draft}"}
+    changed = [{name for name in before if before[name] != after[name]} for before, after in pairwise(found)]
+    assert changed == [{f"states of {other}"}, {f"draft {draft}"}]

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 import yaml
 
-from eagle3_utils import runner, runs, summary
+from eagle3_utils import run_lock, runner, runs, summary
 from eagle3_utils.config import STAGES
 from eagle3_utils.errors import UserError
 
@@ -87,6 +87,25 @@ def test_a_done_stage_refuses_other_parameters_and_names_the_key(parameters, wri
         run(parameters, [f"{STAGE}.num_samples=6"])
 
 
+def test_figures_of_an_earlier_time_do_not_outlive_their_stage(parameters, write_notebook):
+    write_notebook(FINISH)
+    folder = run(parameters) / STAGE
+    write_notebook("raise ValueError('no')")
+    with pytest.raises(UserError, match="ValueError"):
+        run(parameters, force=True)
+    assert not (folder / "DONE.json").exists() and not (folder / "metrics.json").exists()
+
+
+def test_a_disk_too_full_for_the_page_does_not_undo_the_stage(parameters, write_notebook, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    write_notebook(FINISH)
+    monkeypatch.setattr(runner.runs, "write_text", full)
+    assert runs.read_done(run(parameters), STAGE)
+    assert "No space left on device" in capsys.readouterr().err
+
+
 def test_a_users_mistake_in_a_notebook_comes_out_in_its_own_words(parameters, write_notebook):
     write_notebook("from eagle3_utils.errors import UserError\nraise UserError('the disk is full', '/x', 'free it')")
     with pytest.raises(UserError, match=r"^/x: the disk is full\n  free it\n  details: \S+notebook\.html$"):
@@ -117,7 +136,7 @@ def test_a_key_missing_from_the_parameters_cell_is_refused_before_anything_runs(
 def test_two_runners_in_one_run_folder_are_refused(parameters, write_notebook, tmp_path):
     write_notebook(FINISH)
     with (
-        runner._sole_runner(tmp_path / "run", "eagle3 run p.yaml"),
+        run_lock.hold(tmp_path / "run", "eagle3 run p.yaml"),
         pytest.raises(UserError, match=rf"pid {os.getpid()}\)"),
     ):
         run(parameters)
@@ -133,7 +152,7 @@ def test_sigterm_interrupts_the_kernel_lets_it_clean_up_and_leaves_the_stage_und
     script = (
         "import sys; from pathlib import Path; from eagle3_utils import runner, cli\n"
         f"runner.notebook_path = lambda stage: Path({str(tmp_path / 'notebook.ipynb')!r})\n"
-        f"cli.main(['run', {str(parameters)!r}, '--only', '6'])"
+        f"cli.main(['run', {str(parameters)!r}, '--only', '6', '--force'])"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     progress = tmp_path / "run" / STAGE / "progress.json"
@@ -141,8 +160,9 @@ def test_sigterm_interrupts_the_kernel_lets_it_clean_up_and_leaves_the_stage_und
     while not (progress.is_file() and "sleep" in progress.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    assert runner.stop(tmp_path / "run", timeout_seconds=120) == process.pid  # sends SIGTERM, and waits
-    assert "interrupted" in process.communicate(timeout=120)[1]
+    assert run_lock.stop(tmp_path / "run", timeout_seconds=120) == process.pid  # sends SIGTERM, and waits
+    said = process.communicate(timeout=120)[1]  # without --force, which would begin with what is done
+    assert f"interrupted\n  to go on: eagle3 run {parameters} --from 06 --to 06\n" in said
     assert process.returncode == 130
     assert (tmp_path / "run" / STAGE / "cleaned").exists()
     assert runs.read_done(tmp_path / "run", STAGE) is None

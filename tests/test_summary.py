@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,13 +74,13 @@ def test_a_failed_probe_and_a_differing_output_stand_out(run_folder):
 def test_status_tells_running_from_stopped_by_the_process(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    base = {"updated": 0.0, "started": 0.0, "done": 3, "total": 9, "unit": "samples", "tokens_per_second": 12.5}
+    base = {"updated": 0.0, "started": time.time(), "done": 3, "total": 9, "unit": "samples", "tokens_per_second": 12.5}
     write_json(tmp_path / "01_merge_data" / "progress.json", base | {"stage": "01_merge_data", "pid": os.getpid()})
     write_json(tmp_path / "04_train_draft" / "progress.json", base | {"stage": "04_train_draft", "pid": ended.pid})
     write_json(tmp_path / "00_generate_responses" / "DONE.json", {"wall_seconds": 61.0})
     states = {row["stage"][:2]: row["state"] for row in summary.stage_rows(tmp_path)}
     assert states["00"] == "done" and states["01"] == "running" and states["04"] == "stopped"
-    assert states["06"] == "waiting"
+    assert states["02"] == "left out" and states["06"] == "waiting"
     line = summary.format_stage(summary.stage_rows(tmp_path)[1])
     assert "3/9 samples" in line and "tokens_per_second 12.5" in line
     json.dumps(summary.stage_rows(tmp_path))
@@ -104,5 +105,10 @@ def test_status_after_a_stop_says_stopped_and_how_to_go_on(tmp_path):
         (tmp_path / "runner.pid").write_text(f"{pid}\neagle3 run p.yaml\n")
         rows = summary.stage_rows(tmp_path)
         found[pid] = rows[0]["state"], rows[1]["state"], summary.how_to_go_on(tmp_path, rows)
+    began_before_this_process = {"pid": os.getpid(), "started": 1.0, "updated": 1.0}
+    write_json(tmp_path / "00_generate_responses" / "progress.json", began_before_this_process)
+    os.utime(tmp_path / "runner.pid", (1.0, 1.0))
+    rows = summary.stage_rows(tmp_path)
+    assert rows[0]["state"] == "stopped" and "to go on" in summary.how_to_go_on(tmp_path, rows)
     assert found[ended.pid] == ("stopped", "waiting", "stopped; to go on: eagle3 run p.yaml")
     assert found[os.getpid()] == ("running", "waiting", None)

@@ -10,6 +10,7 @@ import h5py
 import pytest
 from fake_capture import SMALL_SHARD, fill, flip_a_byte, make_records, sample_of, store_meta
 
+from eagle3_utils import runs
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.states.shards import verify
@@ -198,3 +199,10 @@ def test_all_stores_of_a_run_are_found_from_any_folder_above_them(tmp_path, reco
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="not a hidden-state store"):
         stores_under(tmp_path / "empty")
+
+
+def test_the_stores_of_a_run_are_found_where_its_data_lie(tmp_path, records):
+    run, data = tmp_path / "run", tmp_path / "disk"
+    fill(data / "hidden_states" / "train", records[:5])
+    runs.write_json(run / "03_extract_hidden_states" / "DONE.json", {"data": str(data)})
+    assert stores_under(run) == [data / "hidden_states" / "train"]

@@ -220,27 +220,33 @@ class StoreWriter:
 
 
 def check_or_write_meta(folder: Path, meta: StoreMeta) -> None:
-    """Write `store.json`, or compare: a store never mixes models, layers, codecs or corpora."""
-    path = folder / "store.json"
-    if path.exists():
-        present = read_meta(folder)
-        for key, value in asdict(meta).items():
-            if getattr(present, key) != value:
-                raise UserError(
-                    f"the store was made with {key} = {getattr(present, key)!r}, now it is {value!r}",
-                    str(folder),
-                    "use another run_dir, or remove the old states: eagle3 clean RUN --states",
-                )
+    """Write `store.json`, or compare as `check_meta`."""
+    check_meta(folder, meta)
+    if not (folder / "store.json").exists():
+        write_json(folder / "store.json", {"format": FORMAT, "version": VERSION, **asdict(meta)})
+        sync(folder)
+
+
+def check_meta(folder: Path, meta: StoreMeta) -> None:
+    """Raise `UserError` when the folder holds other states: a store never mixes models, layers, codecs or corpora."""
+    if not (folder / "store.json").exists():
         return
-    write_json(path, {"format": FORMAT, "version": VERSION, **asdict(meta)})
-    sync(folder)
+    present = read_meta(folder)
+    for key, value in asdict(meta).items():
+        if getattr(present, key) != value:
+            raise UserError(
+                f"the store was made with {key} = {getattr(present, key)!r}, now it is {value!r}",
+                str(folder),
+                "use another run_dir, or remove the old states: eagle3 clean RUN --states",
+            )
 
 
 def read_meta(folder: Path) -> StoreMeta:
     """Read `store.json`; raises `UserError` when the folder is no store of this version."""
     path = Path(folder) / "store.json"
     if not path.is_file():
-        raise UserError("not a hidden-state store: store.json is missing", str(folder))
+        fix = "if the states were removed, extract them again: eagle3 run … --from 03 --force"
+        raise UserError("not a hidden-state store: store.json is missing", str(folder), fix)
     content = json.loads(path.read_text())
     if (content.pop("format", None), content.pop("version", None)) != (FORMAT, VERSION):
         raise UserError(f"not an {FORMAT} version {VERSION} store", str(path))

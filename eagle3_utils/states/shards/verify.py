@@ -9,7 +9,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from eagle3_utils.config import STAGES
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import is_run_folder, read_done, recorded_data
 from eagle3_utils.states.shards.ledger import Ledger, Place
 from eagle3_utils.states.shards.recover import row_problem, shards_on_disk
 from eagle3_utils.states.shards.shard import DamagedShard, Shard, shard_name
@@ -64,8 +66,9 @@ class VerifyReport:
 
 def stores_under(folder: Path) -> list[Path]:
     """The store in a folder, or all stores of a run's or a data folder. Raises `UserError` when there is none."""
-    if not folder.is_dir():
-        raise UserError("no such store", str(folder), exit_code=2)
+    if is_run_folder(folder):  # its data may lie elsewhere
+        done = next(filter(None, (read_done(folder, stage) for stage in STAGES)), None)
+        folder = recorded_data(folder, done)
     for pattern in ("store.json", "*/store.json", "hidden_states/*/store.json", "data/hidden_states/*/store.json"):
         if found := sorted(path.parent for path in folder.glob(pattern)):
             return found

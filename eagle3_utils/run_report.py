@@ -18,7 +18,7 @@ from typing import Any
 from eagle3_utils import runs, summary
 from eagle3_utils.acceptance.intervals import from_json
 from eagle3_utils.config import STAGES
-from eagle3_utils.draft.card import target_name
+from eagle3_utils.draft.card import measured, target_name
 from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.plots import acceptance as acceptance_plots
 from eagle3_utils.plots import draft as draft_plots
@@ -48,15 +48,15 @@ $body
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write the page of a run folder and return its path. Stages that are not done have no section."""
-    metrics = {stage: runs.read_json(run_folder / stage / "metrics.json") for stage in STAGES}
+    """Write the page of a run folder and return its path. What is not done, or of another draft, has no section."""
+    metrics, _ = measured(run_folder)
     done = {stage: runs.read_done(run_folder, stage) for stage in STAGES}
     rows = [row for row in summary.result_rows(run_folder) if row[0] != summary.WHERE]
     body = [_heading(done), table({"": label, "result": value} for label, value in rows)]
     body.append(section("Lineage", _lineage(run_folder, done)))
     for stage, (title, draw) in _SECTIONS.items():
-        if metrics[stage]:
-            body.append(section(title, *draw(metrics[stage], run_folder, done[stage])))
+        if metrics[stage[:2]]:
+            body.append(section(title, *draw(metrics[stage[:2]], run_folder, done[stage])))
     path = run_folder / REPORT_NAME
     title = f"EAGLE-3 draft: {html.escape(run_folder.name)}"
     runs.write_text(path, _PAGE.substitute(title=title, body="\n".join(body)))

@@ -16,8 +16,8 @@ WHERE = "report, notebooks"  # label of the row that says where they are
 
 
 def result_rows(run_folder: Path) -> list[tuple[str, str]]:
-    """(label, value) pairs from the stages' metrics.json; stages that are not done are left out."""
-    metrics = {stage[:2]: runs.read_json(run_folder / stage / "metrics.json") for stage in STAGES}
+    """(label, value) pairs from the stages' metrics.json; what is not done, or of another draft, is left out."""
+    metrics, _ = card.measured(run_folder)
     rows = []
     if corpus := metrics["01"]:
         rows.append(("corpus", f"{corpus['num_samples']:,} samples, {corpus['num_tokens']:,} tokens"))

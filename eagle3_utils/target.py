@@ -21,6 +21,9 @@ from eagle3_utils.example_target import make_example_target
 from eagle3_utils.runs import read_json, resolve_path
 
 EXAMPLE_FOLDER = "outputs/models/SmolLM2-135M-Instruct"
+# Beginnings of the architectures whose RMS norms multiply by 1 + weight (transformers; SGLang: GemmaRMSNorm and alike)
+_ONE_PLUS_WEIGHT = ("GemmaFor", "Gemma2For", "Gemma3For", "PaliGemmaFor", "RecurrentGemmaFor",
+                    "VaultGemmaFor", "Qwen3NextFor", "Qwen3_5For", "Qwen3_5MoeFor")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Target:
     logit_scale: float  # logits = lm_head(final) * logit_scale
     logit_softcap: float | None  # then softcap * tanh(logits / softcap)
     rms_norm_eps: float
+    norm_offset: float  # its RMS norms multiply by norm_offset + weight: 1.0 for Gemma's and alike
     max_position_embeddings: int
     rope: dict[str, Any]  # HF `rope_parameters`
     dtype: str
@@ -61,16 +65,18 @@ def load_target(model: str, trust_remote_code: bool = False) -> Target:
         raise UserError("no config.json: not a Hugging Face checkpoint", str(path))
     config = json.loads((path / "config.json").read_text())
     text = config.get("text_config") or config
+    architecture = (config.get("architectures") or ["?"])[0]
     return Target(
         path=path,
-        architecture=(config.get("architectures") or ["?"])[0],
+        architecture=architecture,
         num_layers=text["num_hidden_layers"],
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        tie_word_embeddings=_is_tied(text.get("tie_word_embeddings", config.get("tie_word_embeddings")), path),
         logit_scale=_logit_scale(text),
         logit_softcap=text.get("final_logit_softcapping"),
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        norm_offset=1.0 if architecture.startswith(_ONE_PLUS_WEIGHT) else 0.0,
         max_position_embeddings=text.get("max_position_embeddings", 2048),
         rope=rope_parameters(text),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -132,7 +138,7 @@ def load_embed_tokens(target: Target) -> torch.Tensor:
 
 
 def load_final_norm(target: Target) -> torch.Tensor:
-    """The final norm's weight [H] in the checkpoint's dtype."""
+    """The final norm's weight [H] as in the checkpoint; the norm multiplies by `target.norm_offset` + weight."""
     return _load_tensor(target.path, "model.norm.weight")
 
 
@@ -187,6 +193,12 @@ def _local_folder(model: str) -> Path:
         return Path(snapshot_download(model))
     except (OSError, ValueError) as error:
         raise UserError(f"neither a folder nor a model the hub gives: {error}", f"model: {model}") from None
+
+
+def _is_tied(said: bool | None, path: Path) -> bool:
+    """Whether the head is the embeddings; where config.json does not say so (Gemma's: it is their class's default),
+    whether no head is stored."""
+    return said if said is not None else not any(name.endswith("lm_head.weight") for name in _weight_map(path))
 
 
 def _logit_scale(text: dict[str, Any]) -> float:

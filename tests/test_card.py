@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagle3_utils.draft.card import card_text, write_card
+from eagle3_utils.draft.card import card_text, folder_name, write_card
 from eagle3_utils.runs import write_json
 
 CONFIG = {
@@ -43,15 +43,17 @@ def folders(tmp_path):
     return run, draft
 
 
-def evaluated(run, draft="d00d", extra_server_args=(), **changes):
+def evaluated(run, draft="d00d", extra_server_args=(), tp_size=1, **changes):
     write_json(run / "05_evaluate_acceptance" / "metrics.json", EVALUATED | changes)
-    done = {"inputs": {"draft": draft}, "config": {"extra_server_args": list(extra_server_args)}}
-    write_json(run / "05_evaluate_acceptance" / "DONE.json", done)
+    config = {"extra_server_args": list(extra_server_args), "tp_size": tp_size}
+    write_json(run / "05_evaluate_acceptance" / "DONE.json", {"inputs": {"draft": draft}, "config": config})
 
 
 def served_flags(run, draft):
-    command = write_card(draft, run).read_text().split("```")[1].replace("\\\n", " ").split()
-    return dict(zip(command[3::2], command[4::2], strict=True))
+    """Flag -> value of the card's command, None where it has none."""
+    words = write_card(draft, run).read_text().split("```")[1].replace("\\\n", " ").split()[3:]
+    follows = [None if word.startswith("--") else word for word in [*words[1:], "--"]]
+    return {word: value for word, value in zip(words, follows, strict=True) if word.startswith("--")}
 
 
 def test_the_card_says_what_was_measured_and_how_to_serve(folders):
@@ -60,6 +62,7 @@ def test_the_card_says_what_was_measured_and_how_to_serve(folders):
     corpus = {"num_samples": 1200, "num_tokens": 34567, "supervised_share": 0.5,
               "statistics": [{"source": "chat", "samples": 7, "tokens": 99}, {"source": "all"}]}  # fmt: skip
     write_json(run / "01_merge_data" / "metrics.json", corpus)
+    write_json(run / "01_merge_data" / "DONE.json", {})
     text = write_card(draft, run).read_text()
     assert sorted(path.name for path in draft.iterdir()) == ["README.md", "config.json"]
     for words in (
@@ -77,8 +80,10 @@ def test_the_command_is_one_that_the_installed_sglang_takes(folders):
     from sglang.srt.server_args import ServerArgs
 
     run, draft = folders
-    evaluated(run, extra_server_args=["--cuda-graph-backend-prefill", "breakable"])
+    evaluated(run, extra_server_args=["--cuda-graph-backend-prefill", "breakable"], tp_size=8)
+    write_json(run / "04_train_draft" / "DONE.json", DONE | {"config": DONE["config"] | {"trust_remote_code": True}})
     flags = served_flags(run, draft)
+    assert flags["--tp-size"] == "8" and "--trust-remote-code" in flags
     assert flags["--cuda-graph-backend-prefill"] == "breakable"
     assert all(flag[2:].replace("-", "_") in ServerArgs.__dataclass_fields__ for flag in flags)
 
@@ -93,6 +98,38 @@ def test_the_command_has_the_shape_that_was_fastest_with_fewest_in_flight(folder
     flags = served_flags(run, draft)
     assert flags["--speculative-num-steps"] == steps and flags["--speculative-num-draft-tokens"] == str(int(steps) + 1)
     assert ("--flag" in flags) == (len(served) > 1)
+
+
+def test_without_a_served_draft_the_targets_flags_are_those_it_was_captured_with(folders):
+    run, draft = folders
+    assert not {"--tp-size", "--trust-remote-code"} & served_flags(run, draft).keys()
+    evaluated(run, served=[])
+    captured = {"tp_size": 4, "trust_remote_code": True, "mem_fraction_static": 0.8, "extra_server_args": ["--x", "1"]}
+    write_json(run / "02_patch_and_probe" / "DONE.json", {"config": captured})
+    flags = served_flags(run, draft)
+    assert flags["--tp-size"] == "4" and "--trust-remote-code" in flags
+    assert not {"--mem-fraction-static", "--x"} & flags.keys()
+    write_json(run / "03_extract_hidden_states" / "DONE.json", {"config": captured | {"tp_size": 2}})
+    assert served_flags(run, draft)["--tp-size"] == "2"
+
+
+def test_other_runs_states_and_a_warm_start_are_said_by_name(folders):
+    run, draft = folders
+    config = {"more_data": ["outputs/second/data", "/disk/third"], "init_from": "/home/me/old/data/draft/export"}
+    write_json(run / "04_train_draft" / "DONE.json", DONE | {"config": DONE["config"] | config})
+    write_json(run / "04_train_draft" / "metrics.json", TRAINED | {"report": {"steps": 1200, "tokens": 345678}})
+    corpus = {"num_samples": 1200, "num_tokens": 34567, "supervised_share": 0.5}
+    write_json(run / "01_merge_data" / "metrics.json", corpus)
+    write_json(run / "01_merge_data" / "DONE.json", {})
+    text = write_card(draft, run).read_text()
+    for words in (
+        "| corpus of this run alone | 1,200 samples", "also trained on the states of 2 other runs | second, third |",
+        "| warm start from | old |", "1,200 steps, 345,678 tokens over all epochs",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "/home/me" not in text and "/disk" not in text
+    assert folder_name("outputs/old/data/draft/checkpoints/step-000300") == "old/step-000300"
+    assert folder_name("/data") == "data" and folder_name("/drafts/public") == "public"
 
 
 def test_figures_of_another_draft_and_another_corpus_are_left_out(folders):

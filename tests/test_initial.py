@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.network import DraftCache
@@ -98,6 +99,45 @@ def test_quantised_and_differently_shaped_tensors_are_left_out(target, vocab, mo
     taken = initialise(draft_of(target, vocab, init="random"), target, "target_layer")
     assert "mlp.gate_proj.weight" in taken
     assert not {"mlp.up_proj.weight", "mlp.down_proj.weight"} & set(taken)
+
+
+def _random_model(cls, config, folder):
+    """A tiny random model whose norms are as a trained one's: not the same at every place. Saved to `folder`."""
+    torch.manual_seed(0)
+    model = cls(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+_TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, vocab_size=300, max_position_embeddings=128)  # fmt: skip
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+                linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+                tie_word_embeddings=False)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [(Gemma3ForCausalLM, Gemma3TextConfig(**_TINY)), (Qwen3NextForCausalLM, Qwen3NextConfig(**_TINY, **_EXPERTS))],
+    ids=["Gemma 3", "Qwen3-Next"],
+)
+def test_norms_of_one_plus_weight_are_taken_over_with_the_one(cls, config, tmp_path):
+    model = _random_model(cls, config, tmp_path)
+    target = load_target(str(tmp_path))
+    vocab = vocab_map_of(torch.arange(0, 256, 2), target.vocab_size)
+    draft = new_draft(TrainConfig(draft_vocab_size=128, **PLAIN), target, [0, 1, 2], vocab)
+    states, last = torch.randn(20, 32) * 3, model.model.layers[-1]
+    with torch.no_grad():
+        wanted = model.lm_head(model.model.norm(states))[:, draft.target_ids]
+        torch.testing.assert_close(draft.lm_head(draft.norm(states)), wanted)
+        if cls is Qwen3NextForCausalLM:  # Gemma's layer has more norms, so it is not taken over
+            for own, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
+                given = getattr(draft.midlayer, own)(states)
+                torch.testing.assert_close(given, getattr(last, theirs)(states))
 
 
 def test_a_layer_that_is_not_there_is_an_error(target):

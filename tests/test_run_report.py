@@ -60,7 +60,8 @@ def run_folder(tmp_path_factory):
     for stage, values in metrics.items():
         write_json(folder / stage / "metrics.json", values)
         write_json(folder / stage / "DONE.json", {
-            "config": {"model": "example"}, "inputs": {"corpus": "0123456789abcdef"}, "outputs": {"draft": "feedbeef"},
+            "config": {"model": "example"}, "inputs": {"corpus": "0123456789abcdef", "draft": "feedbeef"},
+            "outputs": {"draft": "feedbeef"},
             "versions": VERSIONS, "wall_seconds": 12.5, "config_hash": "cafebabe11", "data": str(folder / "data"),
         })  # fmt: skip
     gate = {"name": "layers", "measured": "cosine 0.97", "threshold": "0.99", "verdict": "fail"}

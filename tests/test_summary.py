@@ -28,6 +28,7 @@ def run_folder(tmp_path):
     }  # fmt: skip
     for stage, metrics in figures.items():
         write_json(tmp_path / stage / "metrics.json", metrics)
+        write_json(tmp_path / stage / "DONE.json", {})
     return tmp_path
 
 
@@ -38,7 +39,13 @@ def test_the_result_table_has_the_figures_of_every_stage_that_is_done(run_folder
     assert rows["validation accuracy by step"] == "0.500  0.250"
     assert rows["accept length, 12 held-out prompts of 40 tokens"].startswith("1.46")
     assert rows["  maths"] == "1.70"
-    (run_folder / "05_evaluate_acceptance" / "metrics.json").unlink()
+    (run_folder / "05_evaluate_acceptance" / "DONE.json").unlink()
+    assert not any("accept length" in label for label, _ in summary.result_rows(run_folder))
+
+
+def test_figures_of_an_earlier_draft_are_left_out(run_folder):
+    write_json(run_folder / "04_train_draft" / "DONE.json", {"outputs": {"draft": "trained since"}})
+    write_json(run_folder / "05_evaluate_acceptance" / "DONE.json", {"inputs": {"draft": "before"}})
     assert not any("accept length" in label for label, _ in summary.result_rows(run_folder))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -69,6 +72,13 @@ def test_untied_lm_head_is_read_and_not_confused_with_layers_or_vision(tmp_path)
     assert load_final_norm(target).sum() == 4
 
 
+def test_a_head_that_config_and_checkpoint_both_leave_out_is_the_embeddings(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {})
+    assert load_lm_head(load_target(str(folder))).sum() == 24
+    write_checkpoint(folder, {}, {"lm_head.weight": torch.zeros(6, 4), "model.embed_tokens.weight": torch.ones(6, 4)})
+    assert load_lm_head(load_target(str(folder))).sum() == 0
+
+
 def test_a_missing_tensor_is_an_error_that_names_it(tmp_path):
     target = load_target(str(write_checkpoint(tmp_path / "m", {"tie_word_embeddings": False})))
     with pytest.raises(UserError, match=r"lm_head\.weight"):
@@ -99,6 +109,22 @@ def test_logits_carry_the_models_own_scale_and_soft_cap(tmp_path, config, expect
     target = load_target(str(write_checkpoint(tmp_path / "m", config)))
     logits = target_logits(torch.full((1, 4), 2.0), torch.ones(1, 4), target)
     assert logits[0].tolist() == pytest.approx(expected)
+
+
+def test_norm_offset_is_one_for_every_class_of_transformers_whose_norms_multiply_by_one_plus_weight(tmp_path):
+    """By its source, encoder-decoders left out; Nemotron's is a layer norm, which no draft has."""
+    models, wanted = Path(transformers.__file__).parent / "models", {}
+    for file in models.glob("*/modeling_*.py"):
+        source = file.read_text()
+        for name in re.findall(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", source, re.MULTILINE):
+            wanted[name] = 1.0 if "(1.0 + self.weight.float())" in source else 0.0
+    found = {
+        name: load_target(str(write_checkpoint(tmp_path / "m", {"architectures": [name]}))).norm_offset
+        for name in wanted
+        if not name.startswith(("T5Gemma", "PaliGemma"))
+    }
+    assert found == {name: wanted[name] for name in found}
+    assert {"Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"} <= {name for name in found if found[name]}
 
 
 def test_rope_is_read_in_the_old_and_the_new_form(tmp_path):

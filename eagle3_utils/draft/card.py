@@ -15,19 +15,29 @@ from eagle3_utils import runs
 from eagle3_utils.config import STAGES
 
 CARD_NAME = "README.md"
+_IN_EVERY_RUN = {"data", "draft", "export", "checkpoints"}  # folder names that do not tell one run from another
 
 
 def write_card(folder: Path, run_folder: Path) -> Path:
     """Write the card of the draft in `folder`, which the run in `run_folder` made; returns its path."""
     values = json.loads((folder / "config.json").read_text())
-    metrics = {stage[:2]: runs.read_json(run_folder / stage / "metrics.json") or {} for stage in STAGES}
-    done = {stage[:2]: runs.read_done(run_folder, stage) or {} for stage in STAGES}
-    if done["05"].get("inputs", {}).get("draft") != done["04"].get("outputs", {}).get("draft"):
-        metrics["05"] = {}  # of a draft before this one
+    metrics, done = measured(run_folder)
     if done["01"].get("outputs", {}).get("corpus") != done["04"].get("inputs", {}).get("corpus"):
         metrics["01"] = {}
     runs.write_text(folder / CARD_NAME, card_text(values, metrics, done))
     return folder / CARD_NAME
+
+
+def measured(run_folder: Path) -> tuple[dict[str, dict], dict[str, dict]]:
+    """metrics.json and DONE.json by stage number; empty for a stage that is not done, or evaluated another draft."""
+    metrics, done = {}, {}
+    for stage in STAGES:
+        found = runs.read_done(run_folder, stage)
+        done[stage[:2]] = found or {}
+        metrics[stage[:2]] = {} if found is None else runs.read_json(run_folder / stage / "metrics.json") or {}
+    if done["05"].get("inputs", {}).get("draft") != done["04"].get("outputs", {}).get("draft"):
+        metrics["05"] = {}  # of a draft before this one
+    return metrics, done
 
 
 def card_text(values: dict[str, Any], metrics: dict[str, dict], done: dict[str, dict]) -> str:
@@ -37,12 +47,12 @@ def card_text(values: dict[str, Any], metrics: dict[str, dict], done: dict[str, 
         f"---\nbase_model: {target}\ntags: [eagle3, speculative-decoding, sglang]\n---",
         f"# EAGLE-3 draft for {target}",
         "Drafts for this target, and no other, in SGLang; what is generated stays the target's own.",
-        "## Serve\n\n" + _serving(target, metrics["05"], done["05"].get("config", {})),
+        "## Serve\n\n" + _serving(target, metrics["05"], done),
         "## Draft\n\n" + _table(_shape_rows(values, done["04"].get("config", {}))),
     ]
     for title, rows in (
         ("Measured", _measured_rows(metrics)),
-        ("Data", _data_rows(metrics)),
+        ("Data", _data_rows(metrics, done["04"].get("config", {}))),
         ("Lineage", _lineage_rows(done)),
     ):
         if rows:
@@ -50,15 +60,26 @@ def card_text(values: dict[str, Any], metrics: dict[str, dict], done: dict[str, 
     return "\n\n".join(parts) + "\n"
 
 
-def _serving(target: str, evaluation: dict[str, Any], config: dict[str, Any]) -> str:
+def _serving(target: str, evaluation: dict[str, Any], done: dict[str, dict]) -> str:
     """The command of the fastest shape that was served, with the flags it was served with; else of the one decoded."""
     fastest = fastest_shape(evaluation)
     command = serve_command(target, fastest or evaluation.get("shape") or [3, 1, 4])
-    if fastest is None:
-        return f"```\n{command}\n```"
-    if config.get("extra_server_args"):
-        command += f" \\\n  {shlex.join(config['extra_server_args'])}"
-    return f"```\n{command}\n```\n\nThe fastest of the shapes below at their lowest concurrency."
+    if flags := _target_flags(done, fastest is not None):
+        command += f" \\\n  {shlex.join(flags)}"
+    note = "\n\nThe fastest of the shapes below at their lowest concurrency." if fastest else ""
+    return f"```\n{command}\n```{note}"
+
+
+def _target_flags(done: dict[str, dict], was_served: bool) -> list[str]:
+    """What the target needs to be served, by the latest stage that served it: 05 when it served the draft, and then
+    with all that it added; else those before it (of captures' further flags a draft needs none)."""
+    configs = {number: stage.get("config", {}) for number, stage in done.items()}
+    stages = ("05", "03", "02", "00") if was_served else ("03", "02", "00", "05")
+    served = next((configs[number] for number in stages if "tp_size" in configs[number]), {})
+    flags = ["--tp-size", str(served["tp_size"])] if served.get("tp_size", 1) > 1 else []
+    if any(config.get("trust_remote_code") for config in configs.values()):
+        flags += ["--trust-remote-code"]
+    return flags + (served.get("extra_server_args", []) if was_served else [])
 
 
 def fastest_shape(evaluation: dict[str, Any]) -> list[int] | None:
@@ -86,6 +107,13 @@ def target_name(model: str) -> str:
     if model == "example":
         return "SmolLM2-135M-Instruct"
     return Path(model).name if model.startswith(("/", ".", "~")) or model.count("/") > 1 else model
+
+
+def folder_name(path: str) -> str:
+    """What a run's folder, or a draft or checkpoint in it, is called, without the way to it."""
+    parts = [part for part in Path(path).parts if part not in _IN_EVERY_RUN and part not in ("/", "..", "~")]
+    own = parts[-2:] if parts and parts[-1].startswith("step-") else parts[-1:]
+    return "/".join(own) or Path(path).name
 
 
 def _shape_rows(values: dict[str, Any], training: dict[str, Any]) -> list[tuple[str, str]]:
@@ -147,15 +175,23 @@ def served_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _data_rows(metrics: dict[str, dict]) -> list[tuple[str, str]]:
-    corpus = metrics["01"]
-    if not corpus:
-        return []
-    total = f"{corpus['num_samples']:,} samples, {corpus['num_tokens']:,} tokens"
-    rows = [("corpus", f"{total}, {corpus['supervised_share']:.0%} supervised")]
+def _data_rows(metrics: dict[str, dict], training: dict[str, Any]) -> list[tuple[str, str]]:
+    corpus, report, rows = metrics["01"], metrics["04"].get("report"), []
+    others, start = training.get("more_data"), training.get("init_from")
+    if corpus:
+        total = f"{corpus['num_samples']:,} samples, {corpus['num_tokens']:,} tokens"
+        whose = "corpus of this run alone" if others else "corpus"
+        rows.append((whose, f"{total}, {corpus['supervised_share']:.0%} supervised"))
     for row in corpus.get("statistics") or []:
         if row.get("source") not in (None, "all"):
             rows.append((f"source {row['source']}", f"{row['samples']:,} samples, {row['tokens']:,} tokens"))
+    if others:
+        names = ", ".join(map(folder_name, others))
+        rows.append((f"also trained on the states of {len(others)} other run{'s' * (len(others) > 1)}", names))
+    if start:
+        rows.append(("warm start from", folder_name(start)))
+    if report:
+        rows.append(("trained for", f"{report['steps']:,} steps, {report['tokens']:,} tokens over all epochs"))
     return rows
 
 

@@ -1,6 +1,7 @@
 """First weights of a draft, taken from the target where the two mean the same.
 
 `lm_head` and `norm` are the target's own rows and final norm, so the draft reads its hidden state as the target does.
+Where the target's norms multiply by 1 + weight, the 1 goes into the draft's weight: its own norms are plain.
 With `init: target_layer`, `fc` passes the highest captured layer through and the draft's layer is the target's last
 one: training then begins at an early exit of the target instead of at noise, and needs a fraction of the tokens
 (figures in LOG.md). EAGLE-3.1 feeds the layer normed states, many times smaller than those it worked on in the target;
@@ -31,13 +32,14 @@ def initialise(model: DraftModel, target: Target, init: str, state_rms: float = 
     """
     draw_matrices(model)
     model.lm_head.weight.copy_(load_lm_head(target)[model.target_ids])
-    model.norm.weight.copy_(load_final_norm(target))
+    model.norm.weight.copy_(load_final_norm(target).float() + target.norm_offset)
     if init == "random":
         return []
     size = model.config.hidden_size
     model.fc.weight.mul_(_FC_NOISE)
     model.fc.weight[:, -size:] += torch.eye(size)
-    copied = _copy_layer(model.midlayer, load_decoder_layer(target, target.num_layers - 1), size)
+    layer = load_decoder_layer(target, target.num_layers - 1)
+    copied = _copy_layer(model.midlayer, layer, size, target.norm_offset)
     _fit_normed_states(model, state_rms)
     return copied
 
@@ -61,7 +63,7 @@ def _fit_normed_states(model: DraftModel, state_rms: float) -> None:
         part.weight.mul_(wanted_rms / state_rms)
 
 
-def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int) -> list[str]:
+def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int, norm_offset: float) -> list[str]:
     """Copy a decoder layer's tensors, named within the layer, where the draft's layer has the same ones."""
     if not _comparable(layer):
         return []
@@ -73,7 +75,7 @@ def _copy_layer(midlayer: nn.Module, layer: dict[str, torch.Tensor], size: int) 
         if name.startswith("self_attn.") and not same_attention:
             continue
         if parameter.shape == source.shape:
-            parameter.copy_(source)
+            parameter.copy_(source.float() + norm_offset if source.dim() == 1 else source)
         elif parameter.dim() == 2 and parameter.shape == (source.shape[0], 2 * size) and source.shape[1] == size:
             parameter[:, size:] = source  # the draft's attention reads [embedding, hidden state]
         elif name.startswith("mlp.") and parameter.numel() > source.numel():

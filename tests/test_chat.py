@@ -245,12 +245,12 @@ def test_generated_ids_with_reasoning_that_the_prompt_opened(tiny_llama, tmp_pat
     tokenizer = speaking(tiny_llama, "KIMI_K25")
     line, _ = conversation(tmp_path, tokenizer, "Easy.</think>Four.", "Count to it. </think>\n\nSix is the answer.")
     endless, _ = conversation(tmp_path, tokenizer, "I never come to an end", "unasked")
-    path = write(tmp_path / "x.jsonl", [line | {"id": "a"}, endless | {"id": "b"}])
+    path = write(tmp_path / "x.jsonl", [line | {"id": "a"}, line | {"id": "c"}, endless | {"id": "b"}])
     options = {"reasoning": reasoning, "dedupe": "none", "max_rejected_fraction": 0.5}
     build(tmp_path, tokenizer, [{"name": "x", "path": path}], max_seq_len=512, **options)
     files = [tmp_path / "corpus" / f"{split}.parquet" for split in ("train", "val")]
     records = {record.id: record for file in files for record in read_parquet(file)}
-    assert set(records) == ({"a", "b"} if reasoning == "keep" else {"a"})  # nothing but reasoning
+    assert set(records) == ({"a", "b", "c"} if reasoning == "keep" else {"a", "c"})  # nothing but reasoning
     ids, mask = records["a"].input_ids, records["a"].loss_mask
     supervised = tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
     answer = "Six is the answer.<|im_end|>"

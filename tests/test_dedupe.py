@@ -63,6 +63,42 @@ def test_a_leak_is_a_run_of_n_words_of_an_evaluation_prompt():
     assert decontaminator.leak([" ".join(sentence(6) + prompt[10:22] + sentence(7))]) is None
 
 
+UNSPACED = {
+    "Chinese": ("请用简单的语言向一个十岁的孩子解释为什么天空是蓝色的。", "你好，", "谢谢！"),
+    "Japanese": ("なぜ空が青いのかを、十歳の子どもにもわかる言葉で説明してください。", "こんにちは。", "よろしく"),
+    "Thai": ("ช่วยอธิบายให้เด็กอายุสิบขวบเข้าใจว่าทำไมท้องฟ้าจึงเป็นสีฟ้า", "สวัสดีครับ", "ขอบคุณ"),
+    "English": ("Explain to a child of ten in simple words why the sky above us is blue.", "Hello there, ", " Thanks"),
+}
+
+
+@pytest.mark.parametrize("language", UNSPACED)
+def test_a_leak_between_other_words_is_found_with_and_without_spaces_between_words(language):
+    prompt, before, after = UNSPACED[language]
+    decontaminator = Decontaminator(13)
+    decontaminator.add("eval-1", prompt)
+    assert decontaminator.leak([f"{before}{prompt}{after}"]) == "eval-1"
+    assert decontaminator.leak([before + prompt[: len(prompt) // 6] + after]) is None
+
+
+def test_words_are_letters_where_a_script_has_no_spaces():
+    assert words_of("用Python写 hello_world，谢谢。") == ["用", "python", "写", "hello_world", "谢", "谢"]
+    assert words_of("コーヒー・タイム") == [*"コーヒータイム"]
+    assert words_of("𠮷ｱ") == ["𠮷", "ｱ"]
+    assert words_of("L'été, 서울에 가요 2x") == ["l", "été", "서울에", "가요", "2x"]
+
+
+@pytest.mark.parametrize("num_changed, found", [(0, True), (2, True), (20, False)])
+def test_near_duplicates_of_chinese_text(num_changed, found):
+    original = [chr(letter) for letter in random.Random(3).choices(range(0x4E00, 0x9000), k=200)]
+    changed = list(original)
+    for i in range(num_changed):
+        changed[8 + 9 * i] = "变"
+    assert (jaccard(original, changed) >= 0.8) == found
+    index = NearDuplicates(0.8)
+    assert index.find_or_add("first", "".join(original)) is None
+    assert index.find_or_add("second", "".join(changed)) == ("first" if found else None)
+
+
 def test_a_short_evaluation_prompt_leaks_only_as_a_whole_turn():
     decontaminator = Decontaminator(13)
     decontaminator.add("eval-1", "Hello there")

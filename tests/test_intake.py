@@ -236,7 +236,7 @@ def test_an_evaluation_prompt_is_found_in_every_turn(tmp_path, tokenizer, role):
     write(tmp_path / "eval.jsonl", [{"question": question(900)}])
     turns = {name: {"role": name, "content": question(i)} for i, name in enumerate(("system", "user", "assistant"))}
     leaked = turns | {role: {"role": role, "content": f"As asked: {question(900)}"}}
-    path = write(tmp_path / "x.jsonl", [{"messages": list(rows.values())} for rows in (turns, leaked)])
+    path = write(tmp_path / "x.jsonl", [{"messages": list(rows.values())} for rows in (turns, leaked, turns)])
     report = build(tmp_path, tokenizer, [{"name": "x", "path": path}], [tmp_path / "eval.jsonl"], dedupe="none")
     assert report.sources[0].dropped == {"evaluation prompt": 1} and report.corpus["evaluation_prompts"] == 1
 

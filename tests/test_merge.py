@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -11,13 +12,20 @@ from transformers import AutoTokenizer
 from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.merge import merge, read_evaluation
 from eagle3_utils.corpus.reading.sources import parse_sources
-from eagle3_utils.corpus.records import corpus_hash, read_parquet
+from eagle3_utils.corpus.records import CorpusDigest, read_parquet
 from eagle3_utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_llama):
     return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def digest(records) -> str:
+    made = CorpusDigest()
+    for record in records:
+        made.update(record)
+    return made.hexdigest()
 
 
 def test_a_corpus_from_two_sources(tmp_path, tokenizer):
@@ -33,7 +41,7 @@ def test_a_corpus_from_two_sources(tmp_path, tokenizer):
     assert len({record.id for record in train + val}) == 60
     about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
     assert about == json.loads(json.dumps(report.corpus))
-    assert about["splits"] == {"train": corpus_hash(train), "val": corpus_hash(val)}
+    assert about["splits"] == {"train": digest(train), "val": digest(val)}
     assert about["counts"]["train"] == {
         "samples": 48,
         "tokens": sum(len(r.input_ids) for r in train),
@@ -68,6 +76,39 @@ def test_weights_limits_and_repeated_ids(tmp_path, tokenizer):
     assert {row["source"]: row["samples"] for row in report.corpus["statistics"]} == {"half": 52, "few": 6, "all": 58}
     train = read_parquet(tmp_path / "corpus" / "train.parquet")
     assert len({record.id for record in train}) == len(train) == 16 * 3 + 5
+
+
+def test_records_that_each_have_a_source_of_their_own_validate_too(tmp_path, tokenizer):
+    rows = [{"input_ids": [10 + i, 20, 30 + i, 40, 50], "loss_mask": [0, 1, 1, 1, 1]} for i in range(20)]
+    path = write(tmp_path / "x.jsonl", [row | {"source": f"label {i}"} for i, row in enumerate(rows)])
+    settings = {"val_fraction": 0.1, "dedupe": "none"}
+    counts = build(tmp_path, tokenizer, [{"name": "x", "path": path}], **settings).corpus["counts"]
+    assert (counts["train"]["samples"], counts["val"]["samples"]) == (18, 2)
+
+
+def test_a_record_cannot_name_all_as_its_source(tmp_path, tokenizer):
+    row = {"input_ids": [10, 20, 30, 40, 50], "loss_mask": [0, 1, 1, 1, 1]}
+    path = write(tmp_path / "x.jsonl", [row | {"source": name} for name in ("chat", "all")])
+    with pytest.raises(UserError, match=r"x\.jsonl:2: no source can be called 'all'"):
+        build(tmp_path, tokenizer, [{"name": "x", "path": path}])
+
+
+def test_a_corpus_of_one_record_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "x.jsonl", [pair(1), pair(2)])
+    for entry, left in (({"max_samples": 1}, 1), ({"weight": 0.01}, 0)):
+        with pytest.raises(UserError, match=f"sources: {left} of 2 records are left; it takes one to train and one to"):
+            build(tmp_path, tokenizer, [{"name": "x", "path": path} | entry])
+        assert not list((tmp_path / "corpus").glob("corpus.json")) + list((tmp_path / "corpus").glob("*.parquet"))
+
+
+def test_a_damaged_archive_stops_the_run_by_file_and_line(tmp_path, tokenizer):
+    packed = bytearray(gzip.compress("".join(json.dumps(pair(i)) + "\n" for i in range(2000)).encode()))
+    packed[len(packed) // 2] ^= 0xFF
+    packed[len(packed) // 2 + 1 : len(packed) // 2 + 40] = b"\xff" * 39
+    (tmp_path / "x.jsonl.gz").write_bytes(packed)
+    with pytest.raises(UserError, match=r"x\.jsonl\.gz:\d+: cannot be read on") as raised:
+        build(tmp_path, tokenizer, [{"name": "x", "path": str(tmp_path / "x.jsonl.gz")}])
+    assert "fetch it again" in str(raised.value) and not (tmp_path / "corpus" / "spool.tmp").exists()
 
 
 def test_too_many_broken_records_stop_the_run(tmp_path, tokenizer):

@@ -43,6 +43,18 @@ def test_histogram_counts_every_sample_once(statistics):
     assert sum(patch.get_height() for patch in figure.axes[0].patches) == pytest.approx(4)
 
 
+def test_length_figures_of_many_sources_show_the_largest_and_the_rest_together():
+    statistics = CorpusStatistics(10)
+    for number in range(300):
+        for _ in range(2 if number < 6 else 1):
+            statistics.add(Record(str(number), f"s{number:03d}", [1] * 5, [1] * 5), "train")
+    lengths = {source: statistics.lengths(source).tolist() for source in statistics.sources}
+    figure = figures.length_histogram(statistics, 30)
+    assert sum(patch.get_height() for patch in figure.axes[0].patches) == pytest.approx(306)
+    for shown in (texts(figure), texts(figures.response_lengths(lengths, 16))):
+        assert "s005 (2)" in shown and "294 other sources (294)" in shown and "s006" not in shown
+
+
 def test_supervised_tokens_are_coloured_and_markup_is_escaped(tiny_llama):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     asked, answered = tokenizer.encode("<b>hi"), tokenizer.encode("世界 & all")

@@ -6,13 +6,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_utils.corpus.records import (
+    CorpusDigest,
     ParquetRecords,
     Record,
-    corpus_hash,
     problem_with,
-    read_jsonl,
     read_parquet,
-    write_jsonl,
+    read_samples,
     write_parquet,
 )
 from eagle3_utils.errors import UserError
@@ -30,11 +29,11 @@ def test_parquet_round_trip_and_its_types(tmp_path):
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
 
 
-def test_jsonl_round_trip_has_the_same_hash(tmp_path):
-    write_jsonl(RECORDS, tmp_path / "r.jsonl")
-    write_parquet(RECORDS, tmp_path / "r.parquet")
-    assert read_jsonl(tmp_path / "r.jsonl") == RECORDS
-    assert corpus_hash(read_jsonl(tmp_path / "r.jsonl")) == corpus_hash(read_parquet(tmp_path / "r.parquet"))
+def digest(records) -> str:
+    made = CorpusDigest()
+    for record in records:
+        made.update(record)
+    return made.hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -47,11 +46,11 @@ def test_jsonl_round_trip_has_the_same_hash(tmp_path):
     ],
 )
 def test_the_hash_sees_ids_sources_tokens_and_masks(other):
-    assert corpus_hash([other, RECORDS[1]]) != corpus_hash(RECORDS)
+    assert digest([other, RECORDS[1]]) != digest(RECORDS)
 
 
 def test_the_hash_sees_the_order():
-    assert corpus_hash(RECORDS[::-1]) != corpus_hash(RECORDS)
+    assert digest(RECORDS[::-1]) != digest(RECORDS)
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):
@@ -68,12 +67,15 @@ def test_many_records_come_back_in_order(tmp_path):
     assert read_parquet(tmp_path / "r.parquet") == records
 
 
-def test_missing_file_and_broken_line_are_named(tmp_path):
+def test_samples_to_look_at_are_one_of_each_source_and_of_so_many_sources(tmp_path):
+    write_parquet([Record(str(i), "dacb"[i % 4], [i], [1]) for i in range(12)], tmp_path / "r.parquet")
+    assert [(r.id, r.source) for r in read_samples(tmp_path / "r.parquet", 3)] == [("1", "a"), ("2", "c"), ("0", "d")]
+    assert [r.source for r in read_samples(tmp_path / "r.parquet", 9)] == ["a", "b", "c", "d"]
+
+
+def test_a_missing_file_is_named_with_the_notebook_that_makes_it(tmp_path):
     with pytest.raises(UserError, match=r"01_merge_data"):
         read_parquet(tmp_path / "none.parquet")
-    (tmp_path / "r.jsonl").write_text('{"id": "a", "source": "s", "input_ids": [1], "loss_mask": [1]}\n{"id": "b"}\n')
-    with pytest.raises(UserError, match=r"r\.jsonl:2"):
-        read_jsonl(tmp_path / "r.jsonl")
 
 
 @pytest.mark.parametrize(

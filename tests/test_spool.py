@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -75,6 +76,49 @@ def test_weights_above_one_repeat_records_of_training_only(tmp_path):
         assert all("~" not in record.id for record in spool.records(spool.repeat(train, [1.0, 0.5])))
         firsts = {number: place for place, number in reversed(list(enumerate(repeated.tolist())))}
         assert [records[place].id for number, place in firsts.items()] == names(spool, np.asarray(list(firsts)))
+
+
+def labelled(path, labels) -> RecordSpool:
+    spool = RecordSpool(path, 0)
+    for number, label in enumerate(labels):
+        spool.append(Record(f"r{number}", label, [number], [1]), 0)
+    return spool
+
+
+def test_sources_of_a_single_record_are_split_together(tmp_path):
+    with labelled(tmp_path / "a", [f"only {i}" for i in range(50)] + ["x"] * 20 + ["y"] * 2) as spool:
+        train, val = spool.split(spool.choose([(1.0, None)]), 0.1)
+        count = Counter(record.source.split()[0] for record in spool.records(val))
+        assert count == {"only": 5, "x": 2, "y": 1}
+        assert sorted([*train, *val]) == list(range(72))
+    with labelled(tmp_path / "b", ["x"] * 20 + ["only"]) as spool:
+        train, val = spool.split(spool.choose([(1.0, None)]), 0.1)
+        assert [record.source for record in spool.records(val)] == ["x", "x"]
+
+
+def test_a_source_with_records_enough_is_split_as_ever_whatever_stands_beside_it(tmp_path):
+    as_ever = ["r36", "r8", "r10", "r15"]  # so that a corpus can be made again
+    with labelled(tmp_path / "a", ["x"] * 40) as alone, labelled(tmp_path / "b", ["x"] * 40 + [*"abcdef"]) as among:
+        first = names(alone, alone.split(alone.choose([(1.0, None)]), 0.1)[1])
+        second = [r for r in among.records(among.split(among.choose([(1.0, None)]), 0.1)[1]) if r.source == "x"]
+        assert first == [record.id for record in second] == as_ever
+
+
+def test_a_split_of_many_sources_takes_time_in_proportion(tmp_path):
+    with labelled(tmp_path / "a", (f"label {i // 2}" for i in range(40_000))) as spool:
+        chosen, start = spool.choose([(1.0, None)]), perf_counter()
+        assert len(spool.split(chosen, 0.1)[1]) == 20_000
+        assert perf_counter() - start < 2  # label by label it took 6 s
+
+
+def test_the_ids_of_copies_are_not_those_of_other_records(tmp_path):
+    with RecordSpool(tmp_path / "a", 0) as spool:
+        for name in ("a", "a~2", "a~2~", "b"):
+            spool.append(Record(name, "x", [1], [1]), 0)
+        ids = [record.id for record in spool.records(spool.repeat(np.arange(4), [3.0]))]
+    assert Counter(ids).most_common(1)[0][1] == 1
+    copies = {"a~2~~", "a~3", "a~2~2", "a~2~3", "a~2~~2", "a~2~~3", "b~2", "b~3"}
+    assert set(ids) == {"a", "a~2", "a~2~", "b"} | copies
 
 
 def test_a_source_of_one_record_trains(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle3_utils.corpus.records import Record
-from eagle3_utils.corpus.statistics import CorpusStatistics
+from eagle3_utils.corpus.statistics import CorpusStatistics, largest_sources
 
 
 def of(*records: Record) -> CorpusStatistics:
@@ -40,6 +40,13 @@ def test_sources_beyond_the_largest_share_a_row():
     assert sum(row["tokens"] for row in rows[:-1]) == rows[-1]["tokens"]
     assert statistics.token_counts().tolist()[1] + statistics.token_counts("val").tolist()[1] == rows[-1]["tokens"]
     assert len(statistics.coverage_by_source("train")) == 65
+
+
+def test_a_rest_of_one_source_has_its_name():
+    sizes = {"c": 1, "a": 3, "b": 3}
+    assert largest_sources(sizes, 2) == [("a", ["a"]), ("b", ["b"]), ("c", ["c"])]
+    assert largest_sources(sizes, 1) == [("a", ["a"]), ("2 other sources", ["b", "c"])]
+    assert largest_sources({}, 1) == []
 
 
 def test_percentiles_of_lengths():

@@ -2,7 +2,8 @@
 
 Near duplicates share most of their five-word shingles: MinHash signatures (datasketch) in banded locality-sensitive
 hashing, in one pass and with about 2 kB of memory per record. Decontamination is by word n-grams, as in
-GPT-3 (Brown et al. 2020, appendix C): a record that contains a run of n words of an evaluation prompt is dropped.
+GPT-3 (Brown et al. 2020, appendix C): a record that contains a run of n words of an evaluation prompt is dropped. In
+scripts without spaces between words (Chinese, Japanese, Thai, …) each letter counts as a word.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import numpy as np
 import xxhash
 from datasketch import MinHash, MinHashLSH
 
-_WORD = re.compile(r"\w+")
+# scripts without spaces between words: Thai and Lao, Burmese, Khmer, then kana and Chinese characters
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+    r"\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+_WORD = re.compile(rf"[^\W{_UNSPACED}]+|(?=\w)[{_UNSPACED}]")
 _NUM_PERMUTATIONS = 128
 _SHINGLE_WORDS = 5
 _SEED = 1
@@ -23,7 +29,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words; punctuation and spacing do not count."""
+    """Lower-case words, single letters where a script has no spaces between words; punctuation does not count."""
     return _WORD.findall(text.lower())
 
 

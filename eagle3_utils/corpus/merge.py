@@ -61,7 +61,8 @@ def merge(
     Raises
     ------
     UserError
-        When a source is more broken than `max_rejected_fraction`, has an absurd supervised share, or is empty.
+        When a source is more broken than `max_rejected_fraction`, breaks off, has an absurd supervised share, or is
+        empty; when fewer than two records are left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
@@ -80,8 +81,9 @@ def merge(
         for count in intake.counts:
             check_rejections(count, config.max_rejected_fraction, folder / "rejected.jsonl")
         chosen = spool.choose([(spec.weight, spec.max_samples) for spec in specs])
-        if not len(chosen):
-            raise UserError("the weights leave no record", "sources", exit_code=2)
+        if len(chosen) < 2:
+            what = f"{len(chosen)} of {len(spool)} records are left; it takes one to train and one to validate"
+            raise UserError(what, "sources", "add records, or raise weight and max_samples", exit_code=2)
         statistics = CorpusStatistics(vocab_size)
         digests = {}
         train, val = spool.split(chosen, config.val_fraction)

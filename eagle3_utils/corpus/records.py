@@ -1,12 +1,11 @@
-"""The training record: token ids and which of them the model must predict; files of records.
+"""The training record: token ids and which of them the model must predict; Parquet files of records.
 
 A record is `{"id", "source", "input_ids", "loss_mask"}`. `loss_mask[t]` is 1 where token t is one the model must
-predict, that is an assistant token. Files: Parquet (int32 / int8 lists, zstd) or JSONL with the same keys.
+predict, that is an assistant token. Files have the same columns (int32 / int8 lists, zstd).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def problem_with(input_ids: list[int], loss_mask: list[int], vocab_size: int) ->
 
 
 class CorpusDigest:
-    """xxh3-128 over records in order: ids, sources, tokens and masks, independent of the file format."""
+    """xxh3-128 over records in order (ids, sources, tokens and masks), as `corpus.json` holds it for each split."""
 
     def __init__(self):
         self._digest = xxhash.xxh3_128()
@@ -75,14 +74,6 @@ class CorpusDigest:
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
-
-
-def corpus_hash(records: Iterable[Record]) -> str:
-    """The hash of a sequence of records, as `corpus.json` holds it for each split."""
-    digest = CorpusDigest()
-    for record in records:
-        digest.update(record)
-    return digest.hexdigest()
 
 
 class ParquetRecords:
@@ -134,16 +125,6 @@ def write_parquet(records: Iterable[Record], path: Path) -> int:
     return out.count
 
 
-def write_jsonl(records: Iterable[Record], path: Path) -> int:
-    """Write all records as JSON lines; returns how many."""
-    count = 0
-    with open(path, "w") as file:
-        for record in records:
-            file.write(json.dumps({name: getattr(record, name) for name in SCHEMA.names}, ensure_ascii=False) + "\n")
-            count += 1
-    return count
-
-
 def iter_parquet(path: Path) -> Iterator[Record]:
     """The records of a Parquet file, one row group in memory at a time."""
     if not path.is_file():
@@ -157,31 +138,16 @@ def iter_parquet(path: Path) -> Iterator[Record]:
                 yield Record(**row)
 
 
-def iter_jsonl(path: Path) -> Iterator[Record]:
-    """The records of a JSONL file in the record's own schema."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                values = json.loads(line)
-                yield Record(**{name: values[name] for name in SCHEMA.names})
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"not a record: {type(error).__name__}: {error}", f"{path}:{number}") from None
-
-
 def read_parquet(path: Path) -> list[Record]:
     """All records of a Parquet file."""
     return list(iter_parquet(path))
 
 
-def read_samples(path: Path, per_source: int = 1) -> list[Record]:
-    """The first records of each source in a Parquet file, to look at; sources in alphabetical order."""
-    chosen: dict[str, list[Record]] = {}
+def read_samples(path: Path, num_sources: int) -> list[Record]:
+    """The first record of each of the first `num_sources` sources in a Parquet file, in the order of their names."""
+    chosen: dict[str, Record] = {}
     for record in iter_parquet(path):
-        if len(mine := chosen.setdefault(record.source, [])) < per_source:
-            mine.append(record)
-    return [record for source in sorted(chosen) for record in chosen[source]]
-
-
-def read_jsonl(path: Path) -> list[Record]:
-    """All records of a JSONL file."""
-    return list(iter_jsonl(path))
+        chosen.setdefault(record.source, record)
+        if len(chosen) == num_sources:
+            break
+    return [chosen[source] for source in sorted(chosen)]

@@ -69,13 +69,20 @@ class RecordSpool:
         return chosen[np.argsort(keys[chosen], kind="stable")]
 
     def split(self, chosen: np.ndarray, val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-        """(train, val) numbers in the order of `chosen`; the same share of each source validates."""
-        keys, labels = np.asarray(self._keys, np.uint64), np.asarray(self._labels)[chosen]
-        validates = np.zeros(len(chosen), bool)
-        for label in np.unique(labels):
-            members = np.flatnonzero(labels == label)
-            wanted = min(max(1, round(val_fraction * len(members))), len(members) - 1)
-            validates[members[np.argsort(_remix(keys[chosen[members]], 2), kind="stable")][:wanted]] = True
+        """(train, val) numbers in the order of `chosen`; the same share of each source validates, at least one record.
+
+        Sources of a single record, which cannot both train and validate, are split together, as if they were one.
+        """
+        numbers: dict[str, int] = {}
+        groups = [numbers.setdefault(self._labels[number], len(numbers)) for number in chosen.tolist()]
+        groups = np.asarray(groups, np.int64)
+        groups[np.bincount(groups)[groups] == 1] = len(numbers)
+        sizes = np.bincount(groups)
+        wanted = np.minimum(np.maximum(1, np.rint(val_fraction * sizes)), sizes - 1)
+        order = np.lexsort((_remix(np.asarray(self._keys, np.uint64)[chosen], 2), groups))  # group by group
+        places = np.empty(len(chosen), np.int64)  # of each record in its group
+        places[order] = np.arange(len(chosen)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        validates = places < wanted[groups]
         return chosen[~validates], chosen[validates]
 
     def repeat(self, numbers: np.ndarray, weights: list[float]) -> np.ndarray:
@@ -107,11 +114,17 @@ class RecordSpool:
         self.close()
 
     def records(self, numbers: np.ndarray) -> Iterator[Record]:
-        """The records of these numbers, in this order; the second copy of a record `x` has the id `x~2`."""
+        """The records of these numbers, in this order; the second copy of a record `x` has the id `x~2`.
+
+        Where the data have a record `x~2` of their own, the copy is `x~2~`.
+        """
+        taken = {name for name in self._ids if "~" in name}
         for number, copy in zip(numbers.tolist(), _copy_numbers(numbers).tolist(), strict=True):
             record = self.read(number)
             if copy:
                 record.id = f"{record.id}~{copy + 1}"
+                while record.id in taken:
+                    record.id += "~"
             yield record
 
 

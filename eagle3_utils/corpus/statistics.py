@@ -14,6 +14,7 @@ SPLITS = ("train", "val")
 DRAFT_VOCAB_SIZES = (4096, 8192, 16384, 32768, 65536)
 TOP_SOURCES = 20  # with rows of their own
 OTHERS = "other sources"
+ALL = "all"  # sources together; none may have this name
 _MAX_COUNTED_SOURCES = 64  # with token counts of their own, 8 V bytes each
 
 
@@ -72,11 +73,8 @@ class CorpusStatistics:
 
         Columns: samples, tokens, share of all tokens, supervised share, p50 / p95 / p99 / longest length.
         """
-        largest = sorted(self.sources, key=lambda source: (-int(self.lengths(source).sum()), source))
-        rows = [self._row(source, [source]) for source in largest[:top]]
-        if rest := largest[top:]:
-            rows.append(self._row(f"{len(rest)} {OTHERS}", rest))
-        return [*rows, self._row("all", largest)]
+        sizes = {source: int(self.lengths(source).sum()) for source in self.sources}
+        return [self._row(name, members) for name, members in [*largest_sources(sizes, top), (ALL, list(sizes))]]
 
     def _row(self, name: str, sources: list[str]) -> dict[str, Any]:
         lengths = np.concatenate([self.lengths(source) for source in sources])
@@ -121,6 +119,14 @@ class CorpusStatistics:
     def _gather(values: dict[str, array], source: str | None) -> np.ndarray:
         chosen = [values.get(source, array("q"))] if source else list(values.values())
         return np.concatenate([np.zeros(0, np.int64), *(np.asarray(counts, np.int64) for counts in chosen)])
+
+
+def largest_sources(sizes: dict[str, int], top: int) -> list[tuple[str, list[str]]]:
+    """(name, its sources): the `top` largest one by one, then the rest as "n other sources"; a rest of one by name."""
+    ranked = sorted(sizes, key=lambda source: (-sizes[source], source))
+    rest = ranked[top:] if len(ranked) > top + 1 else []
+    series = [(source, [source]) for source in ranked[: len(ranked) - len(rest)]]
+    return [*series, (f"{len(rest)} {OTHERS}", rest)] if rest else series
 
 
 def _covered(counts: np.ndarray, ranked: np.ndarray, sizes: tuple[int, ...]) -> dict[str, float]:

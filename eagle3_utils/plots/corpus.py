@@ -6,27 +6,32 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 import numpy as np
 from IPython.display import HTML
 from matplotlib.figure import Figure
 
 from eagle3_utils.corpus.records import Record
-from eagle3_utils.corpus.statistics import DRAFT_VOCAB_SIZES, CorpusStatistics
+from eagle3_utils.corpus.statistics import DRAFT_VOCAB_SIZES, CorpusStatistics, largest_sources
 from eagle3_utils.plots import style
 
 _SUPERVISED_BACKGROUND = "#cfe8f7"  # style.COLOURS[0], paled, so that black text stays readable
 
 
 def length_histogram(statistics: CorpusStatistics, max_seq_len: int) -> Figure:
-    """Samples by length in tokens, one stacked series per source, with the length at which they are cut."""
+    """Samples by length in tokens, with the length at which they are cut.
+
+    One stacked series for each of the sources with the most samples, one for the rest together.
+    """
     fig, ax = style.figure("Sample lengths", x="tokens per sample", y="samples")
     longest = int(statistics.lengths().max())
     edges = np.linspace(0, longest + 1, 41)
     bottom = np.zeros(len(edges) - 1)
-    for index, source in enumerate(statistics.sources):
-        counts, _ = np.histogram(statistics.lengths(source), edges)
-        look = style.bar(index) | {"label": f"{source} ({counts.sum():,})"}
+    lengths = {source: statistics.lengths(source) for source in statistics.sources}
+    for index, (name, values) in enumerate(_largest(lengths)):
+        counts, _ = np.histogram(values, edges)
+        look = style.bar(index) | {"label": f"{name} ({counts.sum():,})"}
         ax.bar(edges[:-1], counts, np.diff(edges), bottom=bottom, align="edge", **look)
         bottom += counts
     if longest >= 0.8 * max_seq_len:
@@ -36,16 +41,25 @@ def length_histogram(statistics: CorpusStatistics, max_seq_len: int) -> Figure:
 
 
 def response_lengths(lengths: dict[str, list[int]], max_new_tokens: int) -> Figure:
-    """Share of a source's responses that are at most so many tokens long, one line per source."""
+    """Share of a source's responses that are at most so many tokens long.
+
+    One line for each of the sources with the most responses, one for the rest together.
+    """
     fig, ax = style.figure("Response lengths", x="generated tokens", y="share of responses, cumulated")
-    for index, (source, values) in enumerate(sorted(lengths.items())):
-        values = np.sort(np.asarray(values))
-        look = style.series(index) | {"markevery": max(1, len(values) // 8), "label": f"{source} ({len(values):,})"}
+    for index, (name, values) in enumerate(_largest(lengths)):
+        values = np.sort(values)
+        look = style.series(index) | {"markevery": max(1, len(values) // 8), "label": f"{name} ({len(values):,})"}
         ax.step(values, np.arange(1, len(values) + 1) / len(values), where="post", **look)
     ax.axvline(max_new_tokens, color="black", linestyle=":", linewidth=1.0, label=f"limit {max_new_tokens} (this run)")
     ax.set_ylim(0, 1.02)
     style.legend(ax)
     return fig
+
+
+def _largest(lengths: dict[str, Sequence[int]]) -> list[tuple[str, np.ndarray]]:
+    """(name, lengths) of as many sources as have looks of their own; the last stands for all that are left."""
+    series = largest_sources({source: len(values) for source, values in lengths.items()}, len(style.COLOURS) - 1)
+    return [(name, np.concatenate([np.asarray(lengths[source]) for source in members])) for name, members in series]
 
 
 def supervised_share(statistics: CorpusStatistics) -> Figure:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_utils.config import GenerateConfig
-from eagle3_utils.corpus.dedupe import NearDuplicates
+from eagle3_utils.corpus.dedupe import NearDuplicates, words_of
 from eagle3_utils.corpus.generation.endpoints import EndpointPool, Reply, Request, RequestFailed, Sampling
 from eagle3_utils.corpus.generation.generate import stage_pool
 from eagle3_utils.corpus.generation.responses import Prompt, open_for_more, read_prompts
@@ -34,14 +34,13 @@ _FUNCTION_WORDS = """the of and to a in is it you that he was for on are with as
     had by not but what some we can out other were all there when up use your how said an each she which do their if
     will way about many then them would like so these her my make could me write please explain"""
 _ENGLISH = frozenset(_FUNCTION_WORDS.split())
-_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai to Chinese: no word breaks
-_WORDS = {"english": re.compile(r"[A-Za-z']+"), "any": re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")}
+_WORDS = {"english": re.compile(r"[A-Za-z']+").findall, "any": words_of}
 
 
 @dataclass(frozen=True)
 class PromptFilter:
-    """Which self-made prompts are kept. Lengths in words (characters, where a script has no word breaks) and
-    characters, shares in 0…1; the first two shares are asked of `language` "english", not of "any"."""
+    """Which self-made prompts are kept. Lengths in words (letters, where a script has no spaces between words)
+    and characters, shares in 0…1; the first two shares are asked of `language` "english", not of "any"."""
 
     min_words: int = 4
     max_words: int = 120
@@ -53,7 +52,7 @@ class PromptFilter:
 
     def reason_against(self, text: str, finish_reason: str = "stop") -> str | None:
         """Why a prompt is not kept, in a word or two; None when it is kept."""
-        words = _WORDS[self.language].findall(text.lower())
+        words = _WORDS[self.language](text.lower())
         if finish_reason != "stop":
             return "unfinished"
         if len(words) < self.min_words:

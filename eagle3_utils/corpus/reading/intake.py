@@ -18,7 +18,7 @@ from eagle3_utils.config import MergeConfig
 from eagle3_utils.corpus.dedupe import Decontaminator, NearDuplicates, text_key
 from eagle3_utils.corpus.reading.chat import ChatRenderer
 from eagle3_utils.corpus.reading.formats import Format, Item, Unusable, detect_format, text_of, to_item
-from eagle3_utils.corpus.reading.sources import RawRecord, SourceSpec, file_labels, read_source
+from eagle3_utils.corpus.reading.sources import RawRecord, SourceSpec, check_label, file_labels, read_source
 from eagle3_utils.corpus.reading.tokens import RoundTrip, SpanTokenizer
 from eagle3_utils.corpus.records import Record, problem_with
 
@@ -116,9 +116,11 @@ class Intake:
             if raw.value.get(key) not in allowed:
                 raise _Drop(f"filter {key}")
         try:
-            return to_item(raw.value, count.format)
+            item = to_item(raw.value, count.format)
         except (KeyError, TypeError) as error:
             raise Unusable(f"not in the format {count.format}: {type(error).__name__} {error}") from None
+        check_label(item.source, f"{raw.file}:{raw.line}")
+        return item
 
     def _encode(
         self, items: list[tuple[RawRecord, Item]], encoder: SpanTokenizer, round_trip: RoundTrip

@@ -6,13 +6,13 @@
       - {name: ultrachat, hf: HuggingFaceH4/ultrachat_200k, split: train_sft, weight: 0.5}
       - {name: gsm8k, hf: openai/gsm8k, config: main}
 
-A line that cannot be read is yielded with its reason, never skipped and never fatal.
+A line that cannot be read is yielded with its reason, never skipped and never fatal. Where a file breaks off, so that
+nobody knows how much is lost, `UserError` names the place.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
 import io
 import json
 import os
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow.parquet as pq
-import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from eagle3_utils.corpus.reading.compressed import READ_ERRORS, open_bytes
 from eagle3_utils.corpus.reading.formats import Format
+from eagle3_utils.corpus.statistics import ALL
 from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.runs import resolve_path
 
@@ -88,11 +89,18 @@ def parse_sources(sources: list[dict[str, Any]], data_folder: Path) -> list[Sour
             raise UserError(words, key, exit_code=2) from None
         if spec.path is not None:
             spec = spec.model_copy(update={"path": spec.path.replace("{data}", str(data_folder))})
+        check_label(spec.name, f"sources[{number}].name")
         specs.append(spec)
     names = [spec.name for spec in specs]
     if not specs or len(set(names)) != len(names):
         raise UserError("sources need different names, at least one", "sources", exit_code=2)
     return specs
+
+
+def check_label(label: str | None, where: str) -> None:
+    """Raise `UserError` for a source whose name stands for all sources together in tables and figures."""
+    if label == ALL:
+        raise UserError(f"no source can be called {ALL!r}: it means all sources together", where, exit_code=2)
 
 
 def source_files(spec: SourceSpec) -> list[Path]:
@@ -145,42 +153,9 @@ def read_whole(path: Path) -> Iterator[RawRecord]:
         yield raw
 
 
-def open_bytes(path: Path) -> io.BufferedIOBase:
-    """Open a plain, gzip or zstd file for reading."""
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.name.endswith(".zst"):
-        return io.BufferedReader(_ZstdFile(path), _BLOCK)
-    return open(path, "rb", buffering=_BLOCK)
-
-
-class _ZstdFile(io.RawIOBase):
-    """All frames of a zstd file; `EOFError` where the last one is cut, which zstandard's own reader does not tell."""
-
-    def __init__(self, path: Path):
-        self._file, self._frame, self._text = open(path, "rb"), None, memoryview(b"")  # noqa: SIM115 (see close)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._text:
-            ended = self._frame is None or self._frame.eof
-            block = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(_BLOCK >> 6)
-            if not block:
-                if not ended:
-                    raise EOFError("the zstd frame is cut")
-                return 0
-            if ended:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._text = memoryview(self._frame.decompress(block))
-        size = min(len(buffer), len(self._text))
-        buffer[:size], self._text = self._text[:size], self._text[size:]
-        return size
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def _broken_off(where: str, error: Exception) -> UserError:
+    fix = "fetch it again, or keep what stands before this place as a file of its own"
+    return UserError(f"cannot be read on: {first_line(error)[:200]}", where, fix)
 
 
 def _read_lines(name: str, file: io.BufferedIOBase) -> Iterator[RawRecord]:
@@ -194,8 +169,8 @@ def _read_lines(name: str, file: io.BufferedIOBase) -> Iterator[RawRecord]:
                 yield RawRecord(name, number, problem=f"a line longer than {MAX_LINE_BYTES >> 20} MiB")
             elif line.strip():
                 yield _parse_line(name, number, line)
-    except (OSError, EOFError, zstandard.ZstdError) as error:
-        yield RawRecord(name, number + 1, problem=f"the file cannot be read on: {error}")
+    except READ_ERRORS as error:
+        raise _broken_off(f"{name}:{number + 1}", error) from None
 
 
 def _parse_line(name: str, number: int, line: bytes) -> RawRecord:
@@ -275,7 +250,7 @@ def _read_parquet(path: Path) -> Iterator[RawRecord]:
                     number += 1
                     yield RawRecord(str(path), number, value, size=batch.nbytes // len(batch))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        yield RawRecord(str(path), number + 1, problem=f"the file cannot be read on: {first_line(error)}")
+        raise _broken_off(f"{path}:{number + 1}", error) from None
 
 
 def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
@@ -297,4 +272,4 @@ def _read_hf(spec: SourceSpec) -> Iterator[RawRecord]:
         for number, value in enumerate(dataset, 1):
             yield RawRecord(where, number, value, size=len(repr(value)))
     except (DatasetsError, OSError, ValueError, TypeError) as error:
-        yield RawRecord(where, number + 1, problem=f"the dataset cannot be read on: {first_line(error)[:200]}")
+        raise _broken_off(f"{where}:{number + 1}", error) from None

@@ -10,12 +10,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from eagle3_utils import strict_yaml
 from eagle3_utils.errors import UserError
+from eagle3_utils.parameter_types import NumDraftTokens, Switch, TreeNumbers
 
 
 class StageConfig(BaseModel):
@@ -29,7 +31,7 @@ class StageConfig(BaseModel):
     model: str = "example"  # target: "example", a Hugging Face folder, or a name on the hub
     trust_remote_code: bool = False  # run the modelling or tokenizer code that ships with the target
     max_seq_len: int = Field(1024, ge=2)  # tokens per sample, at most
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
     @classmethod
     def from_notebook(cls, namespace: dict[str, Any]):
@@ -152,7 +154,7 @@ class TrainConfig(StageConfig):
     sharding: Literal["none", "fsdp"] = "none"
     draft_vocab_size: int = Field(4096, ge=1)
     layer_kind: Literal["llama", "mla"] = "llama"
-    intermediate_size: int | None = None
+    intermediate_size: int | None = Field(None, ge=1)
     rope: dict[str, Any] | None = None
     ttt_steps: int = Field(3, ge=1)
     step_weight_decay: float = Field(0.8, gt=0, le=1)
@@ -162,12 +164,12 @@ class TrainConfig(StageConfig):
     init: Literal["target_layer", "random"] = "target_layer"
     init_from: str | None = None
     freeze_lm_head: bool = False
-    epochs: float = Field(3.0, gt=0)
+    epochs: float = Field(3.0, gt=0, allow_inf_nan=False)
     max_tokens_per_step: int = Field(1024, ge=16)
     batches_per_step: int = Field(1, ge=1, validate_default=True)
-    learning_rate: float = Field(1.0e-3, gt=0)
+    learning_rate: float = Field(1.0e-3, gt=0, allow_inf_nan=False)
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(0.5, gt=0)
     validate_every_steps: int = Field(50, ge=1)
     checkpoint_every_steps: int = Field(50, ge=1)
@@ -198,11 +200,11 @@ class EvaluateConfig(ServingOptions, StageConfig):
     max_new_tokens: int = Field(40, ge=2)
     num_steps: int = Field(3, ge=1)
     topk: int = Field(1, ge=1)
-    num_draft_tokens: int | None = Field(None, ge=2)
-    replay_shapes: list[list[int]] = [[1, 1, 2], [3, 1, 4], [5, 1, 6], [3, 4, 8]]
-    served: Literal["auto", "on", "off"] = "auto"
-    served_shapes: list[list[int]] = [[3, 1, 4]]
-    served_concurrency: list[int] = [1, 8, 32]
+    num_draft_tokens: NumDraftTokens = None
+    replay_shapes: list[TreeNumbers] = [[1, 1, 2], [3, 1, 4], [5, 1, 6], [3, 4, 8]]
+    served: Switch = "auto"
+    served_shapes: list[TreeNumbers] = [[3, 1, 4]]
+    served_concurrency: list[Annotated[int, Field(ge=1)]] = Field([1, 8, 32], min_length=1)
     served_prompts_per_source: int = Field(60, ge=1)
     served_max_new_tokens: int = Field(256, ge=2)
     parity_tolerance: float = Field(0.02, gt=0)
@@ -240,8 +242,8 @@ def read_parameters(path: Path, overrides: list[str] = ()) -> dict[str, dict[str
     if not path.is_file():
         raise UserError("no such parameters file", str(path), exit_code=2)
     try:
-        sections = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+        sections = strict_yaml.load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"not valid YAML: {' '.join(str(error).split())}", str(path), exit_code=2) from None
     if not isinstance(sections, dict):
         raise UserError("holds no sections", str(path), f"use shared, {', '.join(STAGES)}", exit_code=2)
@@ -273,15 +275,15 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     if not equals or not dot:
         raise UserError(f"--set {override!r}: write it as stage.key=value", exit_code=2)
     try:
-        parsed = yaml.safe_load(value)
+        parsed = strict_yaml.load(value)
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML: {' '.join(str(error).split())}", f"--set {override}", exit_code=2) from None
     return ("shared" if section == "shared" else stage_named(section)), key, parsed
 
 
-def _near(key: str, known: Iterable[str]) -> str | None:
-    """A question that names the known key most like this one; None when none is."""
-    near = difflib.get_close_matches(key, list(known), 1)
+def _near(key: Any, known: Iterable[str]) -> str | None:
+    """A question that names the known key most like this one (YAML may read a number); None when none is."""
+    near = difflib.get_close_matches(str(key), list(known), 1)
     return f"did you mean {near[0]!r}?" if near else None
 
 

@@ -61,15 +61,18 @@ def test_shared_keys_reach_only_the_stages_that_have_them(tmp_path):
     ("text", "message"),
     [
         ("shared: {no_such_key: 1}", "shared.no_such_key: no stage has this key"),
+        ("shared: {5: x}", "shared.5: no stage has this key"),
         ("05_evaluate: {}", "unknown section '05_evaluate'"),
         ("shared: {a: [", "not valid YAML"),
+        ("03: {codec: fp8}\n03: {}\n", "3 is written twice"),
+        (b"shared: {seed: 1} # \xe9", "not valid YAML"),
         ("hello", "holds no sections"),
         ("shared: [1, 2]", "section shared must hold keys and values"),
     ],
 )
 def test_broken_parameters_files_are_refused(tmp_path, text, message):
     file = tmp_path / "p.yaml"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         read_parameters(file)
 
@@ -79,6 +82,14 @@ def test_an_override_that_is_no_yaml_is_refused_by_name(tmp_path):
     file.write_text("shared: {seed: 1}\n")
     with pytest.raises(UserError, match=r"--set 0\.endpoints=\[,a\]: not valid YAML"):
         read_parameters(file, ["0.endpoints=[,a]"])
+
+
+def test_a_switch_set_on_the_command_line_is_a_switch(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("05_evaluate_acceptance: {served: on}\n")
+    for overrides, meant in ([], "on"), (["5.served=off"], "off"):
+        values = stage_parameters(read_parameters(file, overrides), "05_evaluate_acceptance")
+        assert STAGES["05_evaluate_acceptance"].parse(values).served == meant
 
 
 @pytest.mark.parametrize("path", PARAMETER_FILES, ids=lambda path: path.stem)

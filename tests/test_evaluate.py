@@ -38,7 +38,7 @@ def make_run(folder, tiny_llama):
     with StoreWriter(data / "hidden_states" / "val", meta, shard_bytes=1 << 20) as writer:
         for prompt in PROMPTS:
             output_ids = plain_decode(model, prompt.input_ids, 12).output_ids
-            batch = forward.packed_sample(model, prompt, output_ids, AUX_LAYERS)
+            batch = forward.packed_samples(model, [prompt], [output_ids], AUX_LAYERS)[0]
             batches.append(batch)
             ids, mask = batch.input_ids.int().numpy(), batch.loss_mask.numpy().astype("uint8")
             final_rows = (batch.final_index >= 0).numpy()
@@ -147,6 +147,41 @@ def test_without_reference_decoding_the_teacher_forced_length_is_the_headline(wo
     assert metrics["accept_length"] == teacher_forced["all"]["accept_length"][2].value
 
 
+def test_without_reference_decoding_the_target_is_never_loaded(config, work, decoded, monkeypatch):
+    """The notebook's calls in their order, also with served answers: a target may be too large to be loaded here."""
+
+    def load(*arguments):
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(evaluate, "load_reference_model", load)
+    alone = evaluate.Evaluation(config.model_copy(update={"reference_decoding": False}), work.stage)
+    assert alone.teacher_forced() and alone.decode_held_out() == [] == alone.differences([])
+    assert alone.teacher_forced_on([]) == []
+    by_shape = alone.replay_shapes([])  # over the validation store
+    assert list(by_shape) == ["1 · 1 · 2", "2 · 2 · 4"] and by_shape["1 · 1 · 2"].value > 1.0
+    answers = [served.ServedAnswer(prompt.id, "chat", [5, 6, 7], 3, 2, [2], 1.0) for prompt in PROMPTS]
+    runs_ = [served.ServedRun(served.NO_DRAFT, None, 1, 1.0, answers)]
+    runs_ += [served.ServedRun("3 · 1 · 4", work.shape, 1, 1.0, [replace(a, output_ids=[5, 9, 7]) for a in answers])]
+    for part in evaluate.ServedPart("served: off"), evaluate.ServedPart(runs=runs_, prompts=PROMPTS):
+        assert len(alone.served_changes(part)) == (0 if part.left_out else 1)
+        assert alone.parity(part).passed is None
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        alone.teacher_forced_on(decoded)
+
+
+def test_a_prompt_that_the_draft_was_trained_on_is_not_evaluated(config, work):
+    corpus = work.stage.data / "corpus" / "train.parquet"
+    before = corpus.read_bytes()
+    try:
+        answered = work.prompts(2, 10)[0]
+        ids = [*answered.input_ids, 5, 6]
+        write_parquet([Record(answered.id, answered.source, ids, [0] * (len(ids) - 2) + [1, 1])], corpus)
+        with pytest.raises(UserError, match=r"prompts\.jsonl:1: 1 of 4 held-out prompts are in the training corpus"):
+            work.decode_held_out()
+    finally:
+        corpus.write_bytes(before)
+
+
 def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, monkeypatch):
     """The exported and served draft has absolute d2t; the trained draft, unharmed, finds it out."""
     name, broken = next(item for item in parity.faults(work.draft, work.target) if "absolute" in item[0])
@@ -154,7 +189,7 @@ def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, monke
     answers = []
     for prompt in PROMPTS:
         output_ids = plain_decode(work.model, prompt.input_ids, 12).output_ids
-        batch = forward.packed_sample(work.model, prompt, output_ids, AUX_LAYERS)
+        batch = forward.packed_samples(work.model, [prompt], [output_ids], AUX_LAYERS)[0]
         counts = heldout.accepted_histogram([heldout.replay(broken, batch, work.shape)], 3)
         answers.append(served.ServedAnswer(prompt.id, "chat", output_ids, 12, sum(counts), counts, 1.0))
     run = served.ServedRun("3 · 1 · 4", work.shape, 1, 1.0, answers)

@@ -39,4 +39,5 @@ def test_packed_samples_hold_the_models_states_and_supervise_the_output(model):
     torch.testing.assert_close(batch.aux[:, 1], states.hidden_states[2][0])
     torch.testing.assert_close(model.lm_head(batch.final), states.logits[0, 2:4])
     assert (other.sample_ids, other.sources, other.input_ids.tolist()) == (["b"], ["code"], [7, 2, 6, 5, 3, 5])
-    torch.testing.assert_close(forward.packed_sample(model, prompts[0], [1, 5], AUX_LAYERS).aux, batch.aux)
+    alone = forward.packed_samples(model, prompts[:1], [[1, 5]], AUX_LAYERS)[0]
+    torch.testing.assert_close(alone.aux, batch.aux)

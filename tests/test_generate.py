@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import json
 
 import nbformat
 import papermill
 import pytest
-from chat_templates import speaking
+from chat_templates import QWEN3_THINKING, speaking
 from fake_endpoint import Endpoint
 from transformers import AutoTokenizer
 
@@ -129,6 +130,53 @@ def test_a_stage_without_prompts_lets_the_target_make_them_up_and_answers_them(t
     assert made[2]["messages"][-1]["content"] == "What would you do with the 2 old bicycles?"
     metrics = json.loads((tmp_path / "run" / "00_generate_responses" / "metrics.json").read_text())
     assert (metrics["self_made_prompts"], metrics["responses"]) == (3, 3)
+
+
+def test_a_stage_run_again_asks_only_what_its_prompts_now_lack(tmp_path, endpoint, tiny_llama, capsys):
+    file, run_folder = tmp_path / "riddles.jsonl", tmp_path / "run"
+    parameters = {
+        "run_dir": str(run_folder), "model": str(tiny_llama), "prompts": [str(file)], "earlier_responses": [],
+        "endpoints": [endpoint.url], "synthesise_prompts": 2, "num_concurrent": 1,
+    }  # fmt: skip
+    words = itertools.count()
+    answer = endpoint.answer
+
+    def answer_or_make_up(path, body):
+        opening = endpoint.tokenizer.decode(body["input_ids"]).endswith("<|im_start|>user\n")
+        made_up = f"What would you do with the {next(words)} old bicycles?"
+        meta = {"finish_reason": {"type": "stop"}}
+        return {"text": made_up, "output_ids": [9, 2], "meta_info": meta} if opening else answer(path, body)
+
+    endpoint.answer = answer_or_make_up
+
+    def run_with(*prompts):
+        asked = len(endpoint.seen)
+        file.write_text("".join(json.dumps(p) + "\n" for p in prompts))
+        run_notebook_here(repo_root() / "notebooks" / "00_generate_responses.ipynb", parameters)
+        lines = responses.read_responses(run_folder / "data" / "responses.jsonl")
+        dropped = json.loads((run_folder / "00_generate_responses" / "metrics.json").read_text())["dropped"]
+        return {name: line["text"] for name, line in lines.items()}, dropped, len(endpoint.seen) - asked
+
+    without_source = {key: value for key, value in prompt(3).items() if key != "source"}
+    first, dropped, asked = run_with(prompt(0), prompt(1), prompt(2), without_source)
+    assert len(first) == 4 + 2 and not dropped and asked >= 6 + 2
+    assert run_with(prompt(0), prompt(1), prompt(2), without_source) == (first, {}, 0)
+    capsys.readouterr()
+    changed, dropped, asked = run_with(prompt(0), prompt(1, "say anew"), prompt(2) | {"split": "eval"})
+    assert changed == {name: first[name] for name in first if name not in ("p2", "p3")} | {"p1": "SAY ANEW"}
+    assert dropped == {"prompt changed": 1, "prompt removed or held out": 2} and asked == 1
+    assert "3 responses dropped: " in capsys.readouterr().out
+
+
+def test_a_conversation_whose_reasoning_never_ended_counts_as_answered(tmp_path, endpoint, tiny_llama):
+    tokenizer, path = speaking(tiny_llama, "QWEN3_THINKING", QWEN3_THINKING), tmp_path / "responses.jsonl"
+    meta = {"finish_reason": {"type": "length"}}
+    endpoint.answer = lambda path, body: {"text": "hm, hm", "output_ids": [9, 9], "meta_info": meta}
+    asked = prompt(1, "one", "two")
+    run([asked], path, [endpoint.url], tokenizer)
+    line = responses.read_responses(path)["p1"]
+    assert len(endpoint.seen) == 1 and line["unasked_turns"] == 1
+    assert responses.answers(line, asked)
 
 
 def test_fields_added_to_requests_are_part_of_how_responses_were_drawn(tmp_path):

@@ -56,7 +56,7 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
     prompts = [Prompt(str(n), "chat", [3, n, 5, 1]) for n in range(3)]
     total = 0
     for item in heldout.decode_prompts(model, draft, prompts, shape, 24, stop_ids=()):
-        batch = forward.packed_sample(model, item.prompt, item.speculative.output_ids, AUX_LAYERS)
+        batch = forward.packed_samples(model, [item.prompt], [item.speculative.output_ids], AUX_LAYERS)[0]
         found = heldout.replay(draft, batch, shape)
         assert found[:-1] == item.speculative.num_accepted[:-1]
         assert len(found) == len(item.speculative.num_accepted)
@@ -70,7 +70,7 @@ def test_replay_accepts_what_decoding_accepts(model, draft, shape):
 
 def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, monkeypatch):
     item = heldout.decode_prompts(model, draft, [Prompt("a", "chat", [3, 5, 1])], TreeShape(3), 24, stop_ids=())[0]
-    batch = forward.packed_sample(model, item.prompt, item.speculative.output_ids, AUX_LAYERS)
+    batch = forward.packed_samples(model, [item.prompt], [item.speculative.output_ids], AUX_LAYERS)[0]
     whole = heldout.chain_depths(draft, batch, 3)
     monkeypatch.setattr(heldout, "_SLOTS_AT_ONCE", 4)
     assert heldout.chain_depths(draft, batch, 3) == whole and max(whole) > 0
@@ -82,8 +82,8 @@ def test_a_long_sample_is_replayed_in_parts_with_the_same_result(model, draft, m
 def test_of_several_turns_the_first_answer_is_replayed_and_of_none_nothing(model, draft, shape):
     prompt = Prompt("a", "chat", [3, 5, 1])
     output_ids = plain_decode(model, prompt.input_ids, 24).output_ids
-    batch = forward.packed_sample(model, prompt, output_ids, AUX_LAYERS)
-    alone = heldout.replay(draft, forward.packed_sample(model, prompt, output_ids[:16], AUX_LAYERS), shape)
+    batch = forward.packed_samples(model, [prompt], [output_ids], AUX_LAYERS)[0]
+    alone = heldout.replay(draft, forward.packed_samples(model, [prompt], [output_ids[:16]], AUX_LAYERS)[0], shape)
     batch.loss_mask[3 + 16 : -2] = False  # a user's turn, and a second answer
     assert heldout.replay(draft, batch, shape) == alone and len(alone) > 1
     batch.loss_mask[:] = False

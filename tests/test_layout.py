@@ -13,7 +13,7 @@ from eagle3_utils.runs import repo_root
 
 PACKAGE = repo_root() / "eagle3_utils"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "config", "runs", "target", "example_target", "devices"}
+BASE = {"errors", "config", "parameter_types", "strict_yaml", "runs", "target", "example_target", "devices"}
 MAY_IMPORT = {
     "corpus": set(),
     "serving": set(),

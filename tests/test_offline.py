@@ -8,7 +8,7 @@ import torch
 from small_models import AUX_LAYERS, VOCAB, small_draft, small_model
 
 from eagle3_utils.acceptance import offline
-from eagle3_utils.acceptance.forward import packed_sample
+from eagle3_utils.acceptance.forward import packed_samples
 from eagle3_utils.acceptance.prompt_sets import Prompt
 from eagle3_utils.acceptance.speculate import plain_decode
 from eagle3_utils.devices import one_torch_thread
@@ -33,10 +33,8 @@ def draft(model):
 @pytest.fixture(scope="module")
 def batches(model):
     prompts = [Prompt(f"p{n}", "chat" if n % 2 else "maths", [3, n, 4]) for n in range(5)]
-    return [
-        packed_sample(model, prompt, plain_decode(model, prompt.input_ids, 14).output_ids, AUX_LAYERS)
-        for prompt in prompts
-    ]
+    outputs = [plain_decode(model, prompt.input_ids, 14).output_ids for prompt in prompts]
+    return packed_samples(model, prompts, outputs, AUX_LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,7 @@ def batches_of(model):
     outputs = [plain_decode(model, prompt.input_ids, 20).output_ids for prompt in prompts]
 
     def of(aux_layers):
-        return [
-            forward.packed_sample(model, prompt, output, [layer % 3 for layer in aux_layers])
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        return forward.packed_samples(model, prompts, outputs, [layer % 3 for layer in aux_layers])
 
     return of
 

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eagle3_utils.acceptance.prompt_sets import PUBLIC_SETS, read_prompts
+from eagle3_utils.corpus.records import Record, write_parquet
 from eagle3_utils.errors import UserError
 
 
@@ -57,6 +58,32 @@ def test_a_broken_line_and_an_id_used_twice_are_said(prompts_file, tokenizer):
     prompts_file.write_text(prompts_file.read_text() + "\n\n{broken")
     with pytest.raises(UserError, match=r"mine\.jsonl:8: not JSON"):
         read_prompts([prompts_file], tokenizer, 1)
+
+
+def test_a_prompt_that_a_record_was_made_of_is_refused_and_one_that_shares_only_its_id_is_not(tokenizer, tmp_path):
+    turns = [("user", " Say it. "), ("assistant", "I will not."), ("user", "Why?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    lines = [{"id": "0", "messages": messages}, {"id": "1", "prompt": "1 + 1 ="}, {"id": "2", "prompt": "Who?"}]
+    path, corpus = tmp_path / "mine.jsonl", tmp_path / "train.parquet"
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    def record(name, *talk):
+        ids = tokenizer.apply_chat_template([{"role": r, "content": t} for r, t in talk], return_dict=False)
+        return Record(name, "any", list(ids), [1] * len(ids))
+
+    others = [
+        record("0", ("user", "Another file counts from 0 too."), ("assistant", "Yes.")),
+        record("7", ("user", "1 + 1 ="), ("assistant", "2")),
+    ]
+    write_parquet(others, corpus)
+    assert len(read_prompts([path], tokenizer, 8, corpus=corpus)) == 3
+    answered_anew = record("0", ("user", " Say it. "), ("assistant", "It."), ("user", "Why?"), ("assistant", "So."))
+    tools = record("1", ("system", "You may call add(a, b)."), ("user", "1 + 1 ="), ("assistant", "2"))
+    write_parquet([*others[1:], answered_anew, answered_anew, tools], corpus)  # a source of weight 2: twice
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: 2 of 3 held-out prompts are in the training corpus") as caught:
+        read_prompts([path], tokenizer, 8, corpus=corpus)
+    assert '"split": "eval"' in caught.value.fix
+    assert len(read_prompts([path], tokenizer, 8)) == 3
 
 
 def test_a_conversation_is_asked_up_to_its_last_user_turn(tokenizer, tmp_path):

@@ -88,6 +88,39 @@ def test_evaluation_prompts_are_left_alone_and_bad_prompts_are_located(tmp_path)
         responses.read_prompts([file])
 
 
+def test_a_line_stays_only_while_it_answers_its_prompt_and_what_is_dropped_is_kept_aside(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    responses.resume(path, SETTINGS)
+    path.write_text("".join(json.dumps(response(i)) + "\n" for i in range(5)))
+    prompts = [prompt(0), prompt(1, "something else"), prompt(2) | {"tools": [{"name": "add"}]}, prompt(4)]
+    for expected in {"prompt changed": 2, "prompt removed or held out": 1}, {}:
+        done = responses.resume(path, SETTINGS)
+        assert responses.drop_stale(path, done, prompts) == expected
+        assert set(done) == set(responses.read_responses(path)) == {"p0", "p4"}
+    aside = tmp_path / "dropped_responses.jsonl"
+    assert list(responses.read_responses(aside)) == ["p1", "p2", "p3"]
+    back = [prompt(number) for number in range(5)]  # as they were: the dropped lines can be had again
+    assert responses.take_earlier(path, [aside], back, done, "model-1") == {"p1", "p2", "p3"}
+    done = responses.resume(path, SETTINGS)
+    assert responses.drop_stale(path, done, back[:1]) == {"prompt removed or held out": 4}
+    assert len(aside.read_text().splitlines()) == 3 + 4
+
+
+def test_a_conversation_that_ended_early_answers_its_prompt(tmp_path):
+    asked = prompt(1, "one")
+    cut = asked | {"text": "hm", "unasked_turns": 1}
+    assert responses.answers(cut, prompt(1, "one", "two"))
+    assert not responses.answers(cut, prompt(1, "one")) and not responses.answers(cut, prompt(1, "won", "two"))
+    assert not responses.answers(asked | {"text": "hm"}, prompt(1, "one", "two"))
+
+
+def test_a_prompt_without_a_source_has_its_files_name(tmp_path):
+    file = tmp_path / "riddles.jsonl"
+    lines = [{key: value for key, value in prompt(1).items() if key != "source"}, prompt(2)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [p["source"] for p in responses.read_prompts([file])] == ["riddles", "chat"]
+
+
 def test_a_limit_takes_from_every_source_in_turn():
     prompts = [prompt(i, source="chat") for i in range(5)] + [prompt(9, source="code")]
     assert [p["id"] for p in responses.in_turns_by_source(prompts, 3)] == ["p0", "p9", "p1"]

@@ -128,10 +128,11 @@ class Evaluation:
             return self.draft
 
     def prompts(self, per_source: int, max_new_tokens: int) -> list[Prompt]:
-        """Held-out prompts that leave room for an answer."""
+        """Held-out prompts that leave room for an answer; `UserError` when the draft was trained on one of them."""
         room = min(self.config.max_seq_len, self.target.max_position_embeddings) - max_new_tokens
         paths = [runs.resolve_path(path) for path in self.config.prompts]
-        return read_prompts(paths, self.tokenizer, per_source, room, self.config.prompt_sets)
+        corpus = self.stage.data / "corpus" / "train.parquet"
+        return read_prompts(paths, self.tokenizer, per_source, room, self.config.prompt_sets, corpus)
 
     def teacher_forced(self) -> list[SampleCounts]:
         """Counts over the validation store."""
@@ -258,6 +259,8 @@ class Evaluation:
 
     def _packed(self, decoded: Sequence[DecodedPrompt], aux_layers: Sequence[int]) -> list[PackedBatch]:
         longer = [item for item in decoded if len(item.speculative.output_ids) > 1]
+        if not longer:  # nothing to run the target for: it may be too large to be loaded here
+            return []
         outputs = [item.speculative.output_ids for item in longer]
         return forward.packed_samples(self.model, [item.prompt for item in longer], outputs, aux_layers)
 

@@ -55,13 +55,6 @@ def packed_samples(
     return found
 
 
-def packed_sample(
-    model: PreTrainedModel, prompt: Prompt, output_ids: Sequence[int], aux_layers: Sequence[int]
-) -> PackedBatch:
-    """`packed_samples` of one."""
-    return packed_samples(model, [prompt], [output_ids], aux_layers)[0]
-
-
 def _sample(ids: list[int], prompt: Prompt, aux_TLH: torch.Tensor, final_TH: torch.Tensor) -> PackedBatch:
     num_tokens, num_prompt = len(ids), len(prompt.input_ids)
     final_index = torch.full((num_tokens,), -1)

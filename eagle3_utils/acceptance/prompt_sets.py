@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from eagle3_utils.corpus.reading.chat import ChatRenderer
 from eagle3_utils.corpus.reading.formats import Unusable, to_item
 from eagle3_utils.corpus.reading.sources import read_whole
@@ -49,17 +51,18 @@ def read_prompts(
     per_source: int,
     max_tokens: int | None = None,
     sets: Iterable[dict[str, Any]] = (),
+    corpus: Path | None = None,
 ) -> list[Prompt]:
     """The first ``per_source`` held-out prompts of each source, rendered by the tokenizer's chat template.
 
     A line of ``paths`` is `{"id", "source", "messages": […]}`, or has another column that is known by its name; what
     follows the last user turn of a conversation, such as its answer, is left out. Lines whose "split" is there and not
     "eval" are training prompts and left out, so are prompts of more than ``max_tokens`` tokens. ``sets`` follow, each a
-    source under its own name.
+    source under its own name. ``corpus``: the records that were trained on, as Parquet.
     Raises `UserError` for a missing file, package or column, a line that cannot be read or rendered or has an empty
-    prompt, two prompts of one id, and when nothing is left.
+    prompt, two prompts of one id, a prompt that a record of ``corpus`` was made of, and when nothing is left.
     """
-    renderer, prompts, counts = ChatRenderer(tokenizer), [], {}
+    renderer, prompts, counts, asked = ChatRenderer(tokenizer), [], {}, {}
     sets = list(sets)
     for where, prompt_id, source, messages in [*_lines(map(Path, paths)), *_set_items(sets, per_source)]:
         if counts.get(source, 0) >= per_source:
@@ -72,13 +75,37 @@ def read_prompts(
         if max_tokens is None or len(input_ids) <= max_tokens:
             prompts.append(Prompt(prompt_id, source, input_ids))
             counts[source] = counts.get(source, 0) + 1
+            asked[prompt_id] = where, next(turn["content"] for turn in messages if turn["role"] == "user")
     if not prompts:
         room = "" if max_tokens is None else f" of at most {max_tokens} tokens"
         raise UserError(f'no held-out prompts (lines with split "eval" or no split){room}', ", ".join(map(str, paths)))
     prompt_id, times = Counter(prompt.id for prompt in prompts).most_common(1)[0]
     if times > 1:
         raise UserError(f"two held-out prompts have the id {prompt_id!r}", fix="answers are told apart by it")
+    if corpus is not None:
+        _refuse_trained(asked, corpus, tokenizer)
     return prompts
+
+
+def _refuse_trained(asked: dict[str, tuple[str, str]], corpus: Path, tokenizer: Any) -> None:
+    """Raise `UserError` when a record of the corpus was made of a prompt: it has its id, and holds its first user turn.
+
+    ``asked``: id → where the prompt stands, its first user turn. An id alone proves nothing: other files count from 0
+    too. A text alone would do, but would mean reading every record.
+    """
+    records = pq.read_table(corpus, columns=["id", "input_ids"], filters=[("id", "in", list(asked))])
+    trained = set()
+    for prompt_id, record_ids in zip(records["id"].to_pylist(), records["input_ids"].to_pylist(), strict=True):
+        where, words = asked[prompt_id]
+        words = tokenizer.decode(tokenizer.encode(words.strip(), add_special_tokens=False))  # as the tokenizer has them
+        if words in tokenizer.decode(record_ids):
+            trained.add(where)
+    if trained:
+        raise UserError(
+            f"{len(trained)} of {len(asked)} held-out prompts are in the training corpus", min(trained),
+            'name other prompts in 05_evaluate_acceptance.prompts; or mark the ones to hold out "split": "eval", the '
+            'others "split": "train", and run again from stage 00',
+        )  # fmt: skip
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[_Item]:

@@ -58,11 +58,6 @@ class ServedAnswer:
         """Draft tokens accepted per verification, in no particular order."""
         return [accepted for accepted, count in enumerate(self.histogram) for _ in range(count)]
 
-    @property
-    def overshoot(self) -> int:
-        """Tokens verified beyond the answer's end: its first token comes from prefill, the rest from verifications."""
-        return 1 + sum(accepted + 1 for accepted in self.num_accepted) - self.completion_tokens
-
 
 @dataclass(frozen=True)
 class ServedRun:

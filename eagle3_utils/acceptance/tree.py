@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.parameter_types import tree_problem
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ class TreeShape:
     def __post_init__(self):
         if self.num_draft_tokens is None:
             object.__setattr__(self, "num_draft_tokens", self.num_steps + 1)
-        most = 1 + self.topk + (self.num_steps - 1) * self.topk**2
-        if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
-            raise UserError(f"topk 1 is a chain: num_draft_tokens must be num_steps + 1 = {self.num_steps + 1}")
-        if not 2 <= self.num_draft_tokens <= most:
-            raise UserError(f"num_draft_tokens {self.num_draft_tokens}: this tree has 2 to {most}, the root counted")
+        if problem := tree_problem(self.num_steps, self.topk, self.num_draft_tokens):
+            raise UserError(problem)
         if self.branch_memory not in ("slots", "ancestors"):
             raise UserError(f"branch_memory {self.branch_memory!r}: use 'slots' or 'ancestors'")
 

@@ -2,12 +2,15 @@
 
 A response is a line of responses.jsonl: the prompt's fields + `text`, `finish_reason` and, where the API returns token
 ids, `prompt_ids` and `output_ids` (with the stop token, if it was generated). `output_spans` says where the earlier
-assistant turns of a conversation stand in the prompt's ids. `responses.json` beside it says how they were drawn.
+assistant turns of a conversation stand in the prompt's ids, `unasked_turns` how many turns at its end were never asked.
+`responses.json` beside it says how they were drawn.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -17,7 +20,7 @@ from typing import Any
 from eagle3_utils.corpus.generation.endpoints import Sampling
 from eagle3_utils.corpus.reading.sources import read_file, read_whole
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import write_json
+from eagle3_utils.runs import write_json, write_text
 
 Prompt = dict[str, Any]
 Response = dict[str, Any]
@@ -43,6 +46,7 @@ class GenerateSettings:
 def read_prompts(files: Iterable[Path], split: str | None = "train") -> list[Prompt]:
     """The prompts of JSONL files, in order; only those of `split` where a prompt names one.
 
+    A prompt that names no source has its file's stem as its source.
     Raises `UserError` for a missing file, a broken line, a prompt without id or user turn, or an id used twice.
     """
     prompts: dict[str, Prompt] = {}
@@ -50,7 +54,7 @@ def read_prompts(files: Iterable[Path], split: str | None = "train") -> list[Pro
         if not path.is_file():
             raise UserError("no such prompt file", str(path), exit_code=2)
         for raw in read_whole(path):
-            prompt, where = raw.value, f"{raw.file}:{raw.line}"
+            prompt, where = {"source": path.stem} | raw.value, f"{raw.file}:{raw.line}"
             messages = prompt.get("messages")
             if not isinstance(prompt.get("id"), str) or not isinstance(messages, list) or not messages:
                 raise UserError("a prompt needs an `id` and `messages`", where)
@@ -79,6 +83,34 @@ def resume(path: Path, settings: GenerateSettings) -> dict[str, Response]:
     """Open a responses file for more lines, as `open_for_more`; what is there."""
     open_for_more(path, settings.identity())
     return read_responses(path)
+
+
+def drop_stale(path: Path, done: dict[str, Response], prompts: Iterable[Prompt]) -> Counter:
+    """Take out of a responses file, and of `done`, every line that answers no prompt as it is now.
+
+    Parameters
+    ----------
+    done : what the file holds, from `resume`.
+    prompts : all that are to be answered, self-made ones too.
+
+    Returns
+    -------
+    How many lines were taken out, by reason. They go to `dropped_responses.jsonl` beside the file, which no stage reads
+    unless `earlier_responses` names it.
+    """
+    wanted, stale = {prompt["id"]: prompt for prompt in prompts}, {}
+    for name, response in done.items():
+        if name not in wanted:
+            stale[name] = "prompt removed or held out"
+        elif not answers(response, wanted[name]):
+            stale[name] = "prompt changed"
+    if stale:
+        aside = path.with_name(f"dropped_{path.name}")
+        before = aside.read_text() if aside.is_file() else ""
+        write_text(aside, before + _lines(done.pop(name) for name in stale))
+        shutil.copyfile(path.with_suffix(".json"), aside.with_suffix(".json"))
+        write_text(path, _lines(done.values()))
+    return Counter(stale.values())
 
 
 def open_for_more(path: Path, identity: dict[str, Any]) -> None:
@@ -130,7 +162,7 @@ def take_earlier(
                 if name in done:
                     taken |= {name} if done[name]["text"] == response["text"] else set()
                 elif name in wanted and answers(response, wanted[name]):
-                    out.write(json.dumps(response, ensure_ascii=False) + "\n")
+                    out.write(_lines([response]))
                     done[name] = response
                     taken.add(name)
     return taken
@@ -147,9 +179,12 @@ def _check_same_model(file: Path, fingerprint: str) -> None:
 
 
 def answers(response: Response, prompt: Prompt) -> bool:
-    """Whether a response belongs to a prompt as it is now, not only to its id."""
-    said = [[message for message in side["messages"] if message["role"] != "assistant"] for side in (response, prompt)]
-    return said[0] == said[1]
+    """Whether a response belongs to a prompt as it is now, not only to its id: the same turns, the same tools."""
+    asked, turns = (
+        [message for message in side["messages"] if message["role"] != "assistant"] for side in (response, prompt)
+    )
+    turns = turns[: len(turns) - response.get("unasked_turns", 0)]
+    return asked == turns and response.get("tools") == prompt.get("tools")
 
 
 def in_turns_by_source(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:
@@ -159,6 +194,10 @@ def in_turns_by_source(prompts: Iterable[Prompt], limit: int | None = None) -> l
         by_source.setdefault(prompt.get("source", ""), []).append(prompt)
     mixed = [prompt for row in zip_longest(*by_source.values()) for prompt in row if prompt is not None]
     return mixed[:limit]
+
+
+def _lines(responses: Iterable[Response]) -> str:
+    return "".join(json.dumps(response, ensure_ascii=False) + "\n" for response in responses)
 
 
 def _end_of_last_line(file) -> int:

@@ -29,7 +29,8 @@ from eagle3_utils.errors import UserError
 # Keys that say how a stage runs, not what it makes: changing them does not undo a finished stage.
 _HOW_KEYS = {"run_dir", "data_root", "port", "startup_timeout_seconds", "server_python", "server_urls",
              "server_dump_dirs", "num_concurrent", "prefetch_batches"}  # fmt: skip
-_IN_DATA_FOLDER = ("corpus", "hidden_states", "draft", "responses.jsonl", "responses.json", "self_made_prompts.jsonl")
+_IN_DATA_FOLDER = ("corpus", "hidden_states", "draft", "draft.old", "responses.jsonl", "responses.json",
+                   "dropped_responses.jsonl", "dropped_responses.json", "self_made_prompts.jsonl")  # fmt: skip
 _VERSIONED = ("sglang", "torch", "transformers", "h5py", "numpy", "eagle3-utils")
 
 

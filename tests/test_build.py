@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.export import export_draft
+from eagle3_utils.draft.training import build
 from eagle3_utils.draft.training.build import (
     corpus_vocab,
     draft_config_for,
@@ -167,8 +168,37 @@ def test_warm_start_from_a_checkpoint_has_its_weights_and_vocabulary(draft, targ
     other = vocab_map_of(torch.arange(100), target.vocab_size)
     model = new_draft(TrainConfig(draft_vocab_size=100, init_from=str(folder)), target, LAYERS, other)
     assert torch.equal(model.d2t, draft.d2t) and torch.equal(model.fc.weight, draft.fc.weight)
-    with pytest.raises(UserError, match="another shape"):
+    with pytest.raises(UserError, match="trained with fc_norm True, here it is False"):
         new_draft(TrainConfig(fc_norm=False, init_from=str(folder)), target, LAYERS, other)
+
+
+def test_warm_start_from_a_checkpoint_of_other_layers_is_refused_and_of_another_width_kept(target, tmp_path):
+    """No weight shows which layers it was trained on: state.json says the whole shape."""
+    vocab = vocab_map_of(torch.arange(256), target.vocab_size)
+    wide = new_draft(TrainConfig(draft_vocab_size=256, intermediate_size=96), target, LAYERS, vocab)
+    folder = save_checkpoint(tmp_path, wide, MasterAdamW(wide.parameters()), Position(parameters={"rope": None}), 1)
+    start = TrainConfig(draft_vocab_size=256, init_from=str(folder))
+    with pytest.raises(UserError, match=r"trained with aux_layers \(1, 2, 4\), here it is \(0, 2, 3\)"):
+        new_draft(start, target, [0, 2, 3], vocab)
+    assert new_draft(start, target, LAYERS, vocab).config == wide.config
+    state = json.loads((folder / "state.json").read_text())
+    del state["shape"]  # as older versions wrote it
+    (folder / "state.json").write_text(json.dumps(state))
+    narrow = replace(target, text_config=target.text_config | {"intermediate_size": 96})
+    assert torch.equal(new_draft(start, narrow, LAYERS, vocab).fc.weight, wide.fc.weight)
+    with pytest.raises(UserError, match="another shape"):
+        new_draft(start, target, LAYERS, vocab)
+
+
+def test_warm_start_reads_a_draft_once_and_says_that_it_keeps_its_vocabulary(exported, target, monkeypatch, caplog):
+    reads, read = [], build.draft_to_train
+    monkeypatch.setattr(build, "draft_to_train", lambda *asked: reads.append(asked) or read(*asked))
+    vocab = vocab_map_of(torch.arange(256), target.vocab_size)
+    new_draft(TrainConfig(draft_vocab_size=256, init_from=str(exported)), target, LAYERS, vocab)
+    assert len(reads) == 1 and not caplog.records
+    new_draft(TrainConfig(draft_vocab_size=100, init_from=str(exported)), target, LAYERS, vocab)
+    (said,) = caplog.messages
+    assert "vocabulary of 256 tokens" in said and "draft_vocab_size 100 is not used" in said
 
 
 def test_draft_of_an_mla_target_has_its_own_heads(target):
@@ -179,7 +209,13 @@ def test_draft_of_an_mla_target_has_its_own_heads(target):
     assert (llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.intermediate_size) == (64, 8, 128, 18432)
     mla = draft_config_for(TrainConfig(layer_kind="mla"), kimi, [2, 30, 58])
     assert (mla.num_kv_heads, mla.kv_lora_rank, mla.v_head_dim) == (64, 512, 128)
-    with pytest.raises(UserError, match="mla"):
+    lite = replace(kimi, text_config=text | {"q_lora_rank": None})
+    assert draft_config_for(TrainConfig(), lite, LAYERS).head_dim == 128
+    with pytest.raises(
+        UserError, match=r"no q_lora_rank, without which SGLang serves no MLA draft\n.*layer_kind: llama"
+    ):
+        draft_config_for(TrainConfig(layer_kind="mla"), lite, LAYERS)
+    with pytest.raises(UserError, match=r"layer_kind mla: the target has no q_lora_rank, kv_lora_rank"):
         draft_config_for(TrainConfig(layer_kind="mla"), target, LAYERS)
 
 
@@ -187,8 +223,29 @@ def test_rope_is_the_targets_or_what_the_parameters_set(target):
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     assert draft_config_for(TrainConfig(), target, LAYERS).rope == target.rope
     assert draft_config_for(TrainConfig(rope=linear), target, LAYERS).rope == linear
-    with pytest.raises(UserError, match="needs rope_type"):
+    with pytest.raises(UserError, match="needs rope_type, rope_theta"):
         draft_config_for(TrainConfig(rope={"factor": 4.0}), target, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("rope", "lacks"),
+    [
+        ({"rope_type": "yarn", "rope_theta": 1e6}, "factor"),
+        ({"rope_type": "linear", "rope_theta": 1e6, "factor": None}, "factor"),
+        ({"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0}, "low_freq_factor, high_freq_factor"),
+        ({"rope_type": "default", "rope_theta": "1e6"}, "rope_theta\n.*YAML reads 1e6 as text"),
+        ({"rope_type": "default", "rope_theta": 0}, "rope_theta"),
+    ],
+)
+def test_rope_without_its_kinds_numbers_is_refused_by_name(rope, lacks, target):
+    with pytest.raises(UserError, match=f"}} needs {lacks}"):
+        draft_config_for(TrainConfig(rope=rope), target, LAYERS)
+
+
+@pytest.mark.parametrize("wrong", [{"intermediate_size": 0}, {"intermediate_size": -5}, {"epochs": float("inf")}])
+def test_sizes_that_nothing_can_be_built_of_are_refused(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        TrainConfig.parse(wrong)
 
 
 def test_rope_that_sglang_would_serve_otherwise_is_refused_by_kind_with_what_can_be_set(target):

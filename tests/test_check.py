@@ -2,18 +2,23 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import nbformat
 import pytest
 import torch
 from draft_folders import LAYERS
 from safetensors.torch import load_file, save_file
 
 from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft import check
 from eagle3_utils.draft.check import check_draft, review_draft, why_untrained
 from eagle3_utils.draft.export import export_draft
 from eagle3_utils.draft.training.build import new_draft
 from eagle3_utils.draft.vocab import vocab_map_of
 from eagle3_utils.errors import UserError
+from eagle3_utils.runner import notebook_path
 from eagle3_utils.target import load_target
 
 pytest_plugins = ["draft_folders"]  # fixtures
@@ -98,6 +103,53 @@ def test_a_norm_that_did_not_move_is_a_note_and_all_that_began_at_1_are_problems
     edit(exported, lambda t: [t[f"fc_norm.{index}.weight"].fill_(1) for index in range(3)])
     problems = check_draft(exported, target, LAYERS)
     assert len(problems) == 4 and all("is 1 everywhere: it was never trained" in line for line in problems)
+
+
+def test_a_short_training_of_our_own_leaves_notes_and_none_or_a_lost_tensor_problems(draft, target, tmp_path):
+    """Rows drawn at random, and bfloat16 around 1, hardly move within a few steps."""
+    draft = new_draft(TrainConfig(draft_vocab_size=256, init="random"), target, LAYERS, vocab_of(draft))
+    fresh = export_draft(draft, target, tmp_path / "fresh", steps=30)
+    review = review_draft(fresh, target, LAYERS)
+    assert review.problems == []
+    assert "fc.weight is random noise: 30 optimiser steps changed it too little to tell" in review.notes
+    assert "fc_norm.0.weight is 1 everywhere: 30 optimiser steps changed it too little to tell" in review.notes
+    edit(fresh, lambda t: t["midlayer.self_attn.o_proj.weight"].zero_())
+    problems = ["midlayer.self_attn.o_proj.weight is constant: it was never trained or never loaded"]
+    assert check_draft(fresh, target, LAYERS) == problems
+    export_draft(draft, target, fresh, steps=0)
+    assert any(line.startswith("fc.weight is random noise") for line in check_draft(fresh, target, LAYERS))
+
+
+def test_the_attentions_input_is_untrained_only_when_both_its_halves_are(exported, target, monkeypatch):
+    """The embedding half, which a wide target's block lies in, is drawn at random; the other begins as the target's."""
+    monkeypatch.setattr(check, "_BLOCK", 64)
+    torch.manual_seed(0)
+    name = "midlayer.self_attn.q_proj.weight"
+    edit(exported, lambda tensors: tensors[name][:, :64].normal_(std=0.02))
+    assert check_draft(exported, target, LAYERS) == []
+    edit(exported, lambda tensors: tensors[name].normal_(std=0.02))
+    problems = [f"{name} is random noise: it was never trained or never loaded"]
+    assert check_draft(exported, target, LAYERS) == problems
+
+
+@pytest.mark.parametrize(("problems", "said"), [([], None), (["fc is odd", "norm is odd"], "fc is odd\nnorm is odd")])
+def test_notebook_04_ends_in_the_lines_of_the_check(problems, said):
+    cells = nbformat.read(notebook_path("04_train_draft"), as_version=4).cells
+    (source,) = (cell.source for cell in cells if "review_draft(" in cell.source)
+    review = SimpleNamespace(problems=problems, notes=["layer ids"])
+    names = {
+        "export": SimpleNamespace(export_draft=lambda model, target, folder, steps: folder if steps == 12 else None),
+        "check": SimpleNamespace(review_draft=lambda *_: review), "model": None, "target": None,
+        "folder": Path("draft"), "UserError": UserError,
+        "states": {"train": SimpleNamespace(meta=SimpleNamespace(aux_layers=LAYERS))},
+        "report": SimpleNamespace(best_step=12),
+    }  # fmt: skip
+    if said is None:
+        exec(source, names)
+        return
+    with pytest.raises(UserError, match=said) as error:
+        exec(source, names)
+    assert error.value.where == "draft/export"
 
 
 def vocab_of(draft):

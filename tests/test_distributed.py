@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 
 from eagle3_utils.draft.train import train
 from eagle3_utils.draft.training.checkpoint import checkpoint_folders
-from eagle3_utils.draft.training.distributed import Ranks, open_ranks
+from eagle3_utils.draft.training.distributed import ONE_RANK, Ranks, open_ranks
+from eagle3_utils.draft.training.folder import sole_training
 from eagle3_utils.draft.training.journal import read_journal
+from eagle3_utils.draft.training.launch import run_training
 from eagle3_utils.draft.training.optimizer import join_master
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import repo_root
+from eagle3_utils.runs import open_stage, repo_root
 
 pytest_plugins = ["draft_runs"]  # fixtures
 
@@ -63,6 +65,31 @@ def test_two_ranks_learn_what_one_does_and_either_goes_on_from_their_checkpoint(
         (folder_of(config) / "metrics.jsonl").unlink()
         go_on()  # from step 2 on
         same_journal(draft_of_one, folder_of(config), start=2)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_a_rank_without_a_batch_to_validate_waits_for_the_others(sharding, make_config, tmp_path):
+    """All validation samples fit into one batch, also when the resumed training begins with a validation."""
+    wide = SHARED | {"max_tokens_per_step": 256}
+    one, two = make_config("one", **wide), make_config("two", sharding=sharding, **wide)
+    train(one)
+    run_on_two_ranks(two, tmp_path / "two.yaml")
+    same_journal(folder_of(one), folder_of(two))
+    (folder_of(two) / "metrics.jsonl").unlink()
+    run_on_two_ranks(two, tmp_path / "two.yaml")
+    same = read_journal(folder_of(two), "validation")
+    assert [entry["step"] for entry in same] == [2]
+
+
+def test_all_ranks_end_when_another_training_is_at_work_and_when_that_ends_begin(make_config, tmp_path):
+    config = make_config("two", num_gpus=2, **SHARED)
+    said = r"another training \(pid .*\n  wait for its end"
+    with sole_training(folder_of(config), ONE_RANK), pytest.raises(UserError, match=said):
+        run_training(config, open_stage(config, inputs={}))
+    assert len(run_on_two_ranks(config, tmp_path / "two.yaml")) == 4
+    changed = config.model_copy(update={"learning_rate": 1e-3})
+    assert len(run_on_two_ranks(changed, tmp_path / "two.yaml")) == 4  # the finished draft gave way
+    assert (folder_of(config).with_name("draft.old") / "report.json").is_file()
 
 
 ONE_BF16_STEP = """

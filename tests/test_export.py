@@ -40,6 +40,12 @@ def test_config_says_what_sglang_reads(target, exported):
     assert parsed.head_dim == 16 and parsed.num_hidden_layers == 1 and not parsed.tie_word_embeddings
 
 
+def test_steps_of_training_are_said_where_they_are_known(draft, target, exported):
+    assert "trained_steps" not in json.loads((exported / "config.json").read_text())
+    export_draft(draft, target, exported, steps=30)
+    assert json.loads((exported / "config.json").read_text())["trained_steps"] == 30
+
+
 def test_older_configs_say_rope_scaling_by_type_and_leave_out_what_has_a_default(target, exported):
     values = json.loads((exported / "config.json").read_text())
     values |= {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}

@@ -1,13 +1,17 @@
-"""The journal: append only, the last entry of a step counts, a torn line is passed over."""
+"""The journal: append only, a step taken again undoes the later ones, a torn line is passed over."""
 
+import json
 import logging
+import math
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from eagle3_utils.draft.training.journal import Journal, read_journal
+from eagle3_utils.plots.draft import training_curves
 
 
 def test_entries_come_back_by_kind_and_step_and_the_last_counts(tmp_path):
@@ -17,9 +21,40 @@ def test_entries_come_back_by_kind_and_step_and_the_last_counts(tmp_path):
     with Journal(tmp_path, "run") as journal:  # resumed from step 1: step 2 again
         journal.write("train", 1, loss=2.0)
         journal.write("train", 2, loss=1.25)
+        journal.write("validation", 2, accept_length=1.5)
     assert [(entry["step"], entry["loss"]) for entry in read_journal(tmp_path, "train")] == [(1, 2.0), (2, 1.25)]
-    assert read_journal(tmp_path, "validation")[0]["accept_length"] == 1.4
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert [entry["accept_length"] for entry in read_journal(tmp_path, "validation")] == [1.5]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_curves_are_of_one_training_after_a_kill(tmp_path):
+    """Killed at step 9, resumed from the checkpoint of step 4."""
+    with Journal(tmp_path, "run") as journal:
+        for step in range(1, 10):
+            journal.write("train", step, loss=1.0)
+            if step % 4 == 0:
+                journal.write("validation", step, accept_length=1.0)
+    assert [entry["step"] for entry in read_journal(tmp_path, "train")] == list(range(1, 10))
+    with Journal(tmp_path, "run") as journal:
+        journal.write("validation", 4, accept_length=2.0)
+        journal.write("train", 5, loss=2.0)
+    assert [(e["step"], e["loss"]) for e in read_journal(tmp_path, "train")][-2:] == [(4, 1.0), (5, 2.0)]
+    assert [(e["step"], e["accept_length"]) for e in read_journal(tmp_path, "validation")] == [(4, 2.0)]
+    with Journal(tmp_path, "run") as journal:
+        journal.write("best", 4, accept_length=2.0)  # of the weights kept: no step is taken again
+    assert len(read_journal(tmp_path, "train")) == 5 and len(read_journal(tmp_path, "best")) == 1
+
+
+def test_what_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path):
+    with Journal(tmp_path, "run") as journal:
+        journal.write("train", 1, loss=math.nan, grad_norm=math.inf, loss_by_step=[1.0, -math.inf])
+    refuse = lambda name: pytest.fail(name)  # noqa: E731
+    written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert written == {"kind": "train", "step": 1, "loss": None, "grad_norm": None, "loss_by_step": [1.0, None]}
+    entry = read_journal(tmp_path, "train")[0]
+    assert math.isnan(entry["loss"]) and math.isnan(entry["loss_by_step"][1])
+    entry |= {"accuracy": [0.1], "learning_rate": 1e-3, "tokens_per_second": 9.0, "wait_share": 0.0}
+    assert len(training_curves([entry], []).axes) == 8
 
 
 def test_line_cut_short_by_a_kill_is_passed_over(tmp_path):

@@ -45,7 +45,8 @@ def test_progress_of_a_torchrun_says_how_far_it_is_at_which_rate(tmp_path, monke
     monkeypatch.setattr(launch, "_POLL_SECONDS", 0.02)
     shown, figures = [], {"loss": 1.5, "tokens_per_second": 900.0, "total_steps": 40, "eta_seconds": 60}
     with Journal(tmp_path / "draft", "run") as entries:
-        entries.write("train", 8, **figures)
+        for step in (7, 8, 9, 8):  # the last one after a kill
+            entries.write("train", step, **figures)
     stage = SimpleNamespace(folder=tmp_path, data=tmp_path, progress=lambda **fields: shown.append(fields))
     launch._watch([sys.executable, "-c", "import time; time.sleep(0.2)"], stage, lambda: None)
     with pytest.raises(ZeroDivisionError):  # a live plot that fails ends the training now, not days later
@@ -61,3 +62,5 @@ def test_the_exception_of_a_rank_is_found_in_its_log():
     )
     assert launch._first_error(log) == "TypeError: no Short"
     assert launch._first_error("nothing of use\n") is None
+    log = "W1130\neagle3: draft: too few samples\n  lower batches_per_step\neagle3: draft: too few samples\n"
+    assert launch._first_error(log) == "draft: too few samples\n  lower batches_per_step"

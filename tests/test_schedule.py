@@ -1,9 +1,13 @@
 """Steps over a dataset: counts, short last steps, fractions of an epoch, waiting, and going on from any position."""
 
 import time
+from pathlib import Path
+
+import pytest
 
 from eagle3_utils.draft.training.checkpoint import Position
 from eagle3_utils.draft.training.schedule import StepSchedule
+from eagle3_utils.errors import UserError
 
 
 class Dataset:
@@ -37,6 +41,24 @@ def test_every_batch_once_an_epoch_and_the_last_step_may_be_short():
 def test_fraction_of_an_epoch_is_rounded_to_steps():
     assert StepSchedule(Dataset(), 1, 1.5).total_steps() == 7 + 4
     assert StepSchedule(Dataset(), 3, 0.1).total_steps() == 1
+
+
+def test_too_few_samples_for_a_step_are_an_error_that_names_the_split_and_the_parameter():
+    class Reader(list):
+        folders = (Path("states/train"),)
+
+    class TooFew(Dataset):
+        reader, multiple_of = Reader("abcde"), 8
+
+        def num_batches(self, epoch):
+            if epoch < 1:
+                return 7
+            raise UserError("too few samples for 8 batches")
+
+    assert StepSchedule(TooFew(), 1, 1.0).total_steps() == 7  # no epoch is planned that is not trained on
+    with pytest.raises(UserError, match=r"train split has 5 samples: too few for steps of batches_per_step = 8") as e:
+        StepSchedule(TooFew(), 1, 1.5).total_steps()
+    assert "num_gpus" in e.value.fix and e.value.where == "states/train"
 
 
 def test_going_on_from_the_middle_gives_the_rest():

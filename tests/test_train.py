@@ -117,10 +117,59 @@ def test_a_stop_is_heeded_before_a_validation_and_after_the_last_one(make_config
     assert report.wait_share == pytest.approx(position.waited / position.seconds, abs=1e-4)
 
 
-def test_resume_with_other_parameters_is_refused_by_name(make_config):
+def test_with_other_parameters_a_finished_draft_gives_way_and_an_unfinished_one_stops_the_run(make_config, caplog):
+    """What `eagle3 run … --from 04 --force` comes to, once and once again."""
     train(make_config(epochs=1.0))
-    with pytest.raises(UserError, match="learning_rate"):
+    folder = folder_of(make_config())
+    with caplog.at_level(logging.INFO):
+        _, report = train(make_config(epochs=1.0, learning_rate=1e-4))
+    assert "was made with learning_rate = 0.003, now it is 0.0001: moved to" in caplog.text
+    assert report.steps == 4
+    for draft, rate in ((folder, 1e-4), (folder.with_name("draft.old"), 3e-3)):
+        assert max(entry["learning_rate"] for entry in read_journal(draft, "train")) == rate
+
+    def stop_at_two(**fields):
+        if fields["done"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(epochs=1.0), progress=stop_at_two)
+    with pytest.raises(
+        UserError, match=r"unfinished training is here, made with learning_rate = 0\.003, now it is 0\."
+    ):
         train(make_config(epochs=1.0, learning_rate=1e-4))
+    assert train(make_config(epochs=1.0))[1].steps == 4
+
+
+def test_a_training_begun_anew_is_not_taken_for_the_finished_one_before_it(make_config):
+    """All its checkpoints are gone or damaged, its report is not."""
+    config = make_config(epochs=1.0)
+    train(config)
+    for path in checkpoint_folders(folder_of(config) / "checkpoints"):
+        (path / "state.json").unlink()
+
+    def stop(**fields):
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, progress=stop)
+    assert not (folder_of(config) / "report.json").exists()
+
+
+def test_one_training_at_a_time_in_a_folder(make_config):
+    config = make_config(epochs=1.0)
+
+    def second(**fields):
+        with pytest.raises(UserError, match=f"{folder_of(config)}: another training .*is at work here"):
+            train(config)
+
+    train(config, progress=second)
+    train(config)
+
+
+def test_too_few_samples_are_said_before_the_first_step(make_config):
+    with pytest.raises(UserError, match="the train split has 8 samples: too few for steps of batches_per_step = 9"):
+        Trainer(make_config(batches_per_step=9), ONE_RANK, LOG, lambda **fields: None)
 
 
 def test_nonfinite_steps_are_skipped_named_and_stop_the_run(make_config, monkeypatch, caplog):
@@ -151,9 +200,9 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_changes_nothing(make_config
             result.loss.register_hook(lambda upstream: upstream * float("nan"))
         return result
 
-    def compared(self, batches, total):
+    def compared(self, batches):
         before = {name: tensor.clone() for name, tensor in training_tensors(self.model, self.optimizer).items()}
-        entry = real_optimise(self, batches, total)
+        entry = real_optimise(self, batches)
         after = training_tensors(self.model, self.optimizer)
         changed.append({name.split(".")[0] for name in after if not torch.equal(before[name], after[name])})
         return entry
@@ -167,6 +216,7 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_changes_nothing(make_config
     figures = [(entry["loss"], entry["grad_norm"]) for entry in read_journal(folder_of(config), "train")]
     finite = [tuple(bool(torch.tensor(value).isfinite()) for value in pair) for pair in figures]
     assert finite == [(True, True), (False, True), (True, True), (True, False), (True, True)]
+    assert "NaN" not in (folder_of(config) / "metrics.jsonl").read_text()
 
 
 def test_rates_weight_decay_clipping_and_waiting_are_those_given(make_config, monkeypatch):

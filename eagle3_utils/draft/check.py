@@ -26,6 +26,7 @@ from eagle3_utils.errors import UserError
 from eagle3_utils.target import Target, load_final_norm
 
 _NUM_STATES = "num_aux_hidden_states"
+_CONSTANT = "is constant"
 _BLOCK = 512  # rows and columns of a matrix that are looked at for its spectrum
 _EDGE_MARGIN = 1.1  # the largest singular value of noise stays this close to its edge from 64 × 64 on
 _SCATTERS = 6  # deviations by which noise's measured kurtosis may exceed 3
@@ -202,27 +203,37 @@ def _check_tensors(files: DraftFiles, config: DraftConfig, target: Target, revie
             )
         elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             problems.append(f"{name} holds values that are not finite: every drafted token would be garbage")
-        elif tensor.is_floating_point() and (why := why_untrained(tensor, is_random)):
-            untrained[name] = f"{name} {why}: it was never trained or never loaded"
+        elif tensor.is_floating_point() and (
+            why := why_untrained(tensor, is_random, 1 + _reads_embeddings(name, tensor, config))
+        ):
+            untrained[name] = why
+    steps = files.values.get("trained_steps") or 0  # our own exports say it
     # A short training may leave a norm that begins at 1 there (bfloat16 is coarse), but not all of them.
     own = {name for name in expected if name.startswith("fc_norm.") or name.endswith("input_layernorm.weight")}
     at_one = {name for name in untrained if tensors[name].dim() == 1}
     is_short = not own <= at_one or len(at_one) == 1
-    for name, line in untrained.items():
-        if name in own and is_short:
-            review.notes.append(f"{line}, or for a few steps only")
+    for name, why in untrained.items():
+        if steps > 0 and why != _CONSTANT:
+            review.notes.append(f"{name} {why}: {steps} optimiser steps changed it too little to tell")
+        elif name in own and is_short:
+            review.notes.append(f"{name} {why}: it was never trained or never loaded, or for a few steps only")
         else:
-            problems.append(line)
+            problems.append(f"{name} {why}: it was never trained or never loaded")
     if "embed_tokens.weight" in tensors:
         review.notes.append("embed_tokens.weight is not used: SGLang shares the target's embeddings")
 
 
 def _is_random(target: Target) -> bool:
     """Whether the target itself was never trained (a test's); its draft may look so too. No weights here: it was."""
-    return any(target.path.glob("*.safetensors")) and bool((load_final_norm(target) == 1).all())
+    return any(target.path.glob("*.safetensors")) and bool((load_final_norm(target) + target.norm_offset == 1).all())
 
 
-def why_untrained(tensor: torch.Tensor, may_be_random: bool = False) -> str | None:
+def _reads_embeddings(name: str, tensor: torch.Tensor, config: DraftConfig) -> bool:
+    """Whether a weight takes the attention's input, [embedding, hidden state] side by side."""
+    return ".self_attn." in name and tensor.dim() == 2 and tensor.shape[1] == 2 * config.hidden_size
+
+
+def why_untrained(tensor: torch.Tensor, may_be_random: bool = False, num_parts: int = 1) -> str | None:
     """How a weight shows that it still has its initial value; None when it does not.
 
     A vector is a norm's weight, which begins at 1. A matrix begins constant or as independent random numbers, normal or
@@ -230,22 +241,25 @@ def why_untrained(tensor: torch.Tensor, may_be_random: bool = False) -> str | No
     the numbers' deviation, and their kurtosis is 3 at the most. Training adds directions of its own, far above that
     edge after a few optimiser steps; where long training made them all alike again, as in a value projection, rows and
     columns differ in size, which raises the kurtosis.
-    ``may_be_random``: the target itself is, so only a constant matrix counts.
+    ``may_be_random``: the target itself is, so only a constant matrix counts. ``num_parts``: matrices side by side in
+    this one, which is noise when all of them are.
     """
     if tensor.dim() == 1:
         return "is 1 everywhere" if bool((tensor == 1).all()) and not may_be_random else None
-    block = tensor[:_BLOCK, :_BLOCK].float()
+    blocks = [part[:_BLOCK, :_BLOCK].float() for part in tensor.chunk(num_parts, dim=1)]
+    if any(float(block.std()) == 0.0 for block in blocks):
+        return _CONSTANT
+    return "is random noise" if not may_be_random and all(map(_is_noise, blocks)) else None
+
+
+def _is_noise(block: torch.Tensor) -> bool:
     deviation = float(block.std())
-    if deviation == 0.0:
-        return "is constant"
-    if may_be_random:
-        return None
     edge = deviation * (block.shape[0] ** 0.5 + block.shape[1] ** 0.5)
     with one_torch_thread():  # a hundred milliseconds; the threads of a busy machine with many cores make it seconds
         largest = float(torch.linalg.matrix_norm(block, 2))
     kurtosis = float(((block - block.mean()) / deviation).pow(4).mean())
     most_kurtosis = 3 + _SCATTERS * (24 / block.numel()) ** 0.5
-    return "is random noise" if largest < _EDGE_MARGIN * edge and kurtosis < most_kurtosis else None
+    return largest < _EDGE_MARGIN * edge and kurtosis < most_kurtosis
 
 
 def _vocab_problems(tensors: dict[str, torch.Tensor], config: DraftConfig) -> list[str]:

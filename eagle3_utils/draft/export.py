@@ -44,8 +44,11 @@ SHAPE_KEYS = {
 _UNSEEN = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "norm_output", *MLA_WIDTHS)
 
 
-def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, Any]:
-    """The draft's config.json; its layer ids are those by which this target's class captures the trained layers."""
+def config_json(config: DraftConfig, target: Target, dtype: str, steps: int | None = None) -> dict[str, Any]:
+    """The draft's config.json; its layer ids are those by which this target's class captures the trained layers.
+
+    steps: optimiser steps the weights have been trained for, where that is known.
+    """
     scaled = config.rope.get("rope_type", "default") != "default"
     values = {
         "architectures": [ARCHITECTURES[config.layer_kind]],
@@ -72,14 +75,21 @@ def config_json(config: DraftConfig, target: Target, dtype: str) -> dict[str, An
         values |= {name: getattr(config, name) for name in MLA_WIDTHS}
         del values["head_dim"]
     values["trained_with"] = {name: values[name] for name in _UNSEEN if name in values}  # for check.py, too
+    if steps is not None:
+        values["trained_steps"] = steps  # likewise
     for name in ("bos_token_id", "eos_token_id"):
         if target.text_config.get(name) is not None:
             values[name] = target.text_config[name]
     return values
 
 
-def export_draft(model: DraftModel, target: Target, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a draft folder; an older one of the same name is replaced only once the new one is complete."""
+def export_draft(
+    model: DraftModel, target: Target, folder: Path, dtype: torch.dtype = torch.bfloat16, steps: int | None = None
+) -> Path:
+    """Write a draft folder; an older one of the same name is replaced only once the new one is complete.
+
+    steps: as for `config_json`; without it `check.py` trusts nothing but the weights themselves.
+    """
     folder = Path(folder)
     with replaced_folder(folder) as new:
         tensors = {
@@ -87,7 +97,7 @@ def export_draft(model: DraftModel, target: Target, folder: Path, dtype: torch.d
             for name, tensor in model.state_dict().items()
         }
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-        values = config_json(model.config, target, str(dtype).removeprefix("torch."))
+        values = config_json(model.config, target, str(dtype).removeprefix("torch."), steps)
         (new / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     return folder
 

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -32,27 +32,26 @@ from eagle3_utils.draft.training.checkpoint import (
     Position,
     load_checkpoint,
     load_weights,
-    newest_whole_checkpoint,
     save_checkpoint,
     save_weights,
 )
 from eagle3_utils.draft.training.distributed import Ranks, open_ranks
+from eagle3_utils.draft.training.folder import CHECKPOINTS, REPORT, checkpoint_to_go_on_from, sole_training
 from eagle3_utils.draft.training.journal import Journal
 from eagle3_utils.draft.training.optimizer import MasterAdamW, cosine_with_warmup
+from eagle3_utils.draft.training.pace import Pace, progress_of
 from eagle3_utils.draft.training.schedule import StepSchedule
 from eagle3_utils.draft.training.signals import StopRequest
+from eagle3_utils.draft.training.splits import open_splits
 from eagle3_utils.draft.unrolling.teacher import Teacher
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import config_values, data_folder, write_json
-from eagle3_utils.states.dataset import PackedDataset
-from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import load_target
 
 # Parameters that do not change what is learnt (beyond rounding): a run may be resumed with others.
 _FREE = ("device", "num_gpus", "sharding", "validate_every_steps", "checkpoint_every_steps", "keep_checkpoints",
          "max_nonfinite_in_a_row", "prefetch_batches", "max_rows_at_once", "frozen_on_host", "model", "more_data",
          "trust_remote_code")  # fmt: skip
-REPORT = "report.json"
 
 
 @dataclass
@@ -77,17 +76,21 @@ def train(
 ) -> tuple[DraftModel, TrainReport]:
     """Train to the end, from the newest whole checkpoint if there is one.
 
-    Reads `hidden_states/{train,val}` under the run's data folder, writes `draft/`. progress: called with
-    done, total, unit, rate and more, as `Stage.progress`. Returns the best model by validated accept length.
-    Raises `UserError` on parameters that differ from the checkpoint's, and on too many non-finite steps in a row;
-    KeyboardInterrupt after a signal, once the checkpoint is written.
+    Reads `hidden_states/{train,val}` under the run's data folder, writes `draft/`; a finished draft of other parameters
+    or states is moved to `draft.old`. progress: called with done, total, unit, rate and more, as `Stage.progress`.
+    Returns the best model by validated accept length.
+    Raises `UserError` when another training is at work there, on parameters that differ from an unfinished training's,
+    and on too many non-finite steps in a row; KeyboardInterrupt after a signal, once the checkpoint is written.
     """
     if ranks is None:
         with open_ranks(config.device) as ranks:
             return train(config, log, progress, ranks)
-    trainer = Trainer(config, ranks, log or logging.getLogger("eagle3.train"), progress or (lambda **fields: None))
-    with StopRequest() as stop:
-        return trainer.run(stop)
+    if config.batches_per_step % ranks.num_ranks:
+        raise UserError(f"batches_per_step {config.batches_per_step} is no multiple of {ranks.num_ranks} ranks")
+    with sole_training(data_folder(config) / "draft", ranks):
+        trainer = Trainer(config, ranks, log or logging.getLogger("eagle3.train"), progress or (lambda **fields: None))
+        with StopRequest() as stop:
+            return trainer.run(stop)
 
 
 class Trainer:
@@ -95,19 +98,13 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, log: logging.Logger, progress: Callable[..., None]):
         self.config, self.ranks, self.log, self.progress = config, ranks, log, progress
-        if config.batches_per_step % ranks.num_ranks:
-            raise UserError(f"batches_per_step {config.batches_per_step} is no multiple of {ranks.num_ranks} ranks")
         self.sharded = config.sharding == "fsdp" and ranks.num_ranks > 1
-        data = data_folder(config)
-        self.folder = data / "draft"
+        self.folder = data_folder(config) / "draft"
         self.target = load_target(config.model, config.trust_remote_code)
-        reader = StoreReader.of_split("train", data, config.more_data)
-        sharing = {"seed": config.seed, "rank": ranks.rank, "num_ranks": ranks.num_ranks,
-                   "prefetch": config.prefetch_batches, "pin_memory": ranks.device.type == "cuda"}  # fmt: skip
-        train_data = PackedDataset(reader, config.max_tokens_per_step, multiple_of=config.batches_per_step, **sharing)
+        train_data, self.val_data = open_splits(config, ranks)
+        reader = train_data.reader
         self.schedule = StepSchedule(train_data, config.batches_per_step // ranks.num_ranks, config.epochs)
-        val_reader = StoreReader.of_split("val", data, config.more_data)
-        self.val_data = PackedDataset(val_reader, config.max_tokens_per_step, shuffle=False, **sharing)
+        self.total_steps = self.schedule.total_steps()
         counts, all_counts = token_counts(reader, self.target)
         vocab = corpus_vocab(counts, self.target, config.draft_vocab_size, all_counts)
         self.model = new_draft(config, self.target, reader.meta.aux_layers, vocab, typical_rms(reader)).place(
@@ -128,27 +125,31 @@ class Trainer:
 
     def run(self, stop: StopRequest) -> tuple[DraftModel, TrainReport]:
         """Loop over optimiser steps; see `train`."""
-        config, position, total = self.config, self.position, self.schedule.total_steps()
+        config, position = self.config, self.position
         journal = Journal(self.folder, Path(config.run_dir).name) if self.ranks.is_first else None
+        first_step = position.step + 1
+        self.pace = Pace(position)
         try:
-            self.began = replace(position)
-            if position.step and self._is_due(config.validate_every_steps, total):  # checkpoints are written before it
+            if journal is not None and position.step < self.total_steps:
+                (self.folder / REPORT).unlink(missing_ok=True)  # not finished: see folder.py
+            if position.step and self._is_due(config.validate_every_steps):  # checkpoints are written before it
                 self._validate(journal)
-            for batches, waited in self.schedule.steps(position, total):
+            for batches, waited in self.schedule.steps(position, self.total_steps):
                 began = time.perf_counter()
-                entry = self._optimise(batches, total)
-                position.seconds += waited + time.perf_counter() - began
+                entry = self._optimise(batches)
+                seconds = waited + time.perf_counter() - began
+                position.seconds += seconds
                 position.waited += waited
-                if self.ranks.is_first and position.step == self.began.step + 1:
-                    self.log.info("first step, compilation included: %.1f s", position.seconds - self.began.seconds)
-                self._tell(journal, entry, total)
+                if self.ranks.is_first and position.step == first_step:
+                    self.log.info("first step, compilation included: %.1f s", seconds)
+                self._tell(journal, entry)
                 stopping = self._is_stopping(stop)
-                if stopping or self._is_due(config.checkpoint_every_steps, total):
+                if stopping or self._is_due(config.checkpoint_every_steps):
                     self._save()
                 if stopping:
-                    self.log.info("stopped by a signal at step %d of %d; run it again", position.step, total)
+                    self.log.info("stopped by a signal at step %d of %d; run it again", position.step, self.total_steps)
                     raise KeyboardInterrupt
-                if self._is_due(config.validate_every_steps, total):
+                if self._is_due(config.validate_every_steps):
                     self._validate(journal)
             result = self._finish(journal)
             if self._is_stopping(stop):
@@ -158,14 +159,14 @@ class Trainer:
             if journal is not None:
                 journal.close()
 
-    def _is_due(self, every_steps: int, total: int) -> bool:
-        return self.position.step == total or self.position.step % every_steps == 0
+    def _is_due(self, every_steps: int) -> bool:
+        return self.position.step == self.total_steps or self.position.step % every_steps == 0
 
     def _is_stopping(self, stop: StopRequest) -> bool:
         """Whether a signal reached any rank."""
         return bool(self.ranks.sum(torch.tensor(float(stop.requested))) > 0)
 
-    def _optimise(self, batches: list[PlannedBatch], total: int) -> dict:
+    def _optimise(self, batches: list[PlannedBatch]) -> dict:
         """One optimiser step over this rank's batches."""
         tokens = float(sum(batch.packed.num_tokens for batch in batches))
         local = torch.stack([batch.num_supervised for batch in batches]).sum(0)
@@ -181,7 +182,8 @@ class Trainer:
             self.ranks.sum_gradients(self.optimizer.parameters)
         reduced = self.ranks.sum(torch.cat([counts.as_tensor().flatten(), loss.double().view(1)])).cpu()
         loss, grad_norm = float(reduced[-1]), self.optimizer.grad_norm()
-        rate = cosine_with_warmup(self.position.step, total, self.config.learning_rate, self.config.warmup_fraction)
+        peak, warmup = self.config.learning_rate, self.config.warmup_fraction
+        rate = cosine_with_warmup(self.position.step, self.total_steps, peak, warmup)
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.optimizer.step(rate, grad_norm)
             self.nonfinite_in_a_row = 0
@@ -242,26 +244,16 @@ class Trainer:
             write_json(self.folder / REPORT, asdict(report))
         return self.model, report
 
-    def _tell(self, journal: Journal | None, entry: dict, total: int) -> None:
+    def _tell(self, journal: Journal | None, entry: dict) -> None:
         """Progress and one journal entry of the step just taken."""
         if journal is None:
             return
-        position, began = self.position, self.began
-        seconds = position.seconds - began.seconds  # of this process: the machine may be another one
-        rate = (position.tokens - began.tokens) / seconds
-        left = (total - position.step) * seconds / (position.step - began.step)
-        self.progress(
-            done=position.step, total=total, unit="steps", rate=round(rate, 1), rate_unit="tokens/s",
-            eta_seconds=round(left), loss=round(entry["loss"], 4),
-        )  # fmt: skip
-        journal.write(
-            "train", position.step, **entry, tokens_per_second=rate,
-            wait_share=(position.waited - began.waited) / seconds,
-            total_steps=total, eta_seconds=round(left),
-        )  # fmt: skip
+        entry = entry | self.pace.figures(self.position, self.total_steps)
+        self.progress(**progress_of({"step": self.position.step} | entry))
+        journal.write("train", self.position.step, **entry)
 
     def _save(self) -> None:
-        folder = self.folder / "checkpoints"
+        folder = self.folder / CHECKPOINTS
         save_checkpoint(folder, self.model, self.optimizer, self.position, self.config.keep_checkpoints, self.ranks)
 
     def _decisive(self) -> dict:
@@ -269,15 +261,13 @@ class Trainer:
         return {key: value for key, value in config_values(self.config).items() if key not in _FREE}
 
     def _resume(self) -> None:
-        """Go on from the newest whole checkpoint, whose vocabulary is kept; refuse one of other parameters."""
-        found = newest_whole_checkpoint(self.folder / "checkpoints", self.log)
+        """Go on from the newest whole checkpoint, whose vocabulary is kept; see folder.py."""
+        found = checkpoint_to_go_on_from(self.folder, self.position.parameters, self.ranks, self.log)
         if found is None:
             return
-        path, position = found
-        position.require(self.position.parameters, path)
+        path, self.position = found
         load_checkpoint(path, self.model, self.optimizer)
-        self.position = position
-        self.log.info("resumed from %s: step %d, epoch %d", path, position.step, position.epoch)
+        self.log.info("resumed from %s: step %d, epoch %d", path, self.position.step, self.position.epoch)
 
 
 def main() -> None:

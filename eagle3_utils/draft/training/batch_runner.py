@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -94,10 +95,13 @@ class BatchRunner:
 
     @torch.no_grad()
     def validate(self, dataset: PackedDataset, ranks: Ranks, want_overlap: bool = False) -> StepCounts:
-        """Counts over a whole store, all ranks together; the dataset's `prepare` is this runner's."""
+        """Counts over a whole store, all ranks together; the dataset's `prepare` is this runner's. A rank may have no
+        batch."""
         counts = StepCounts.zeros(self.num_steps, self.device)
         for batch in dataset.epoch(0):
             counts = counts + self(batch, want_overlap=want_overlap).counts
+        if not dataset.num_batches(0):
+            self.model(lambda model: SimpleNamespace(loss=None))  # all ranks gather a sharded model's weights
         free_whole_weights(self.model)
         return StepCounts.from_tensor(ranks.sum(counts.as_tensor()).cpu())
 

@@ -5,11 +5,12 @@ A warm start takes another draft's weights and vocabulary; else `initial.py` say
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, checkpoint_weig
 from eagle3_utils.draft.training.initial import initialise
 from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import resolve_path
+from eagle3_utils.runs import read_json, resolve_path
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import Target, added_token_ids, load_embed_tokens, load_target, stop_ids_of
 
@@ -32,30 +33,28 @@ logger = logging.getLogger(__name__)
 _RMS_SAMPLES = 8
 _SAME_IN_WARM_START = ("hidden_size", "vocab_size", "aux_layers", "layer_kind", "fc_norm", "norm_output", "rope",
                        "intermediate_size")  # fmt: skip
+# by kind of RoPE, beside rope_theta
+_ROPE_NUMBERS = {"linear": ("factor",), "yarn": ("factor",),
+                 "llama3": ("factor", "low_freq_factor", "high_freq_factor")}  # fmt: skip
 
 
 def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
     """The draft's shape: the target's heads, RoPE and MLP width unless the parameters say otherwise.
 
     A Llama-like draft of an MLA target gets 128-wide heads, eight of them for keys and values.
-    Raises `UserError` for a single layer, when an MLA draft is wanted for a target without MLA, and for RoPE parameters
-    that name no type or no theta, or that SGLang would serve otherwise than they are trained.
+    Raises `UserError` for a single layer, when an MLA draft is wanted for a target without all of MLA's widths, and for
+    RoPE parameters that lack some, or that SGLang would serve otherwise than they are trained.
     """
     aux_layers = tuple(aux_layers)
     if len(aux_layers) == 1:
         why = "SGLang passes a single captured state by `fc` (llama_eagle3.py: it is as wide as an embedding)"
         raise UserError(why, f"aux_layers {list(aux_layers)}", "capture two layers or more", exit_code=2)
-    if config.rope is not None and not {"rope_type", "rope_theta"} <= config.rope.keys():
-        raise UserError(f"rope {config.rope} needs rope_type and rope_theta", "rope", exit_code=2)
-    rope = config.rope or target.rope
-    if odd := why_served_otherwise(rope, config.layer_kind):
-        kinds = ", ".join(SERVED_KINDS[config.layer_kind])
-        fix = f"set rope to one of {kinds}: {{rope_type: default, rope_theta: {rope['rope_theta']}}} for instance"
-        raise UserError(f"{odd}: SGLang would serve it otherwise than it is trained", "rope", fix, exit_code=2)
-    text = target.text_config
+    text, rope = target.text_config, _draft_rope(config, target)
+    lacks = [name for name in MLA_WIDTHS if not text.get(name)]
+    if config.layer_kind == "mla" and lacks:
+        why = f"the target has no {', '.join(lacks)}, without which SGLang serves no MLA draft"
+        raise UserError(why, "layer_kind mla", "set layer_kind: llama", exit_code=2)
     target_is_mla = "kv_lora_rank" in text
-    if config.layer_kind == "mla" and not target_is_mla:
-        raise UserError("layer_kind mla needs a target with MLA (its widths are taken over)", "layer_kind")
     heads = text["num_attention_heads"]
     kv_heads, head_dim = text.get("num_key_value_heads", heads), text.get("head_dim") or target.hidden_size // heads
     if target_is_mla:
@@ -79,27 +78,62 @@ def draft_config_for(config: TrainConfig, target: Target, aux_layers: Iterable[i
     )
 
 
+def _draft_rope(config: TrainConfig, target: Target) -> dict[str, Any]:
+    if config.rope is not None:
+        needed = ("rope_theta", *_ROPE_NUMBERS.get(str(config.rope.get("rope_type")), ()))
+        lacks = [] if "rope_type" in config.rope else ["rope_type"]
+        values = {name: config.rope.get(name) for name in needed}
+        lacks += [name for name, value in values.items() if not isinstance(value, int | float) or value <= 0]
+        if lacks:
+            hint = "beside rope_type all are numbers above 0; YAML reads 1e6 as text: write 1000000.0"
+            raise UserError(f"rope {config.rope} needs {', '.join(lacks)}", "rope", hint, exit_code=2)
+    rope = config.rope or target.rope
+    if odd := why_served_otherwise(rope, config.layer_kind):
+        kinds = ", ".join(SERVED_KINDS[config.layer_kind])
+        fix = f"set rope to one of {kinds}: {{rope_type: default, rope_theta: {rope['rope_theta']}}} for instance"
+        raise UserError(f"{odd}: SGLang would serve it otherwise than it is trained", "rope", fix, exit_code=2)
+    return rope
+
+
 def shape_to_train(config: TrainConfig, target: Target, aux_layers: Iterable[int]) -> DraftConfig:
-    """As `draft_config_for`; but a warm start has the heads and the MLP width of `init_from`.
+    """As `draft_config_for`; but a warm start has the heads, the MLP width and the vocabulary's size of `init_from`.
 
     Raises `UserError` when what weights do not show (layers, RoPE, the state that the next step takes …) differs.
     """
     wanted = draft_config_for(config, target, aux_layers)
-    if config.init_from is None:
-        return wanted
+    return wanted if config.init_from is None else _warm_start(config, target, wanted)[0]
+
+
+def _warm_start(
+    config: TrainConfig, target: Target, wanted: DraftConfig
+) -> tuple[DraftConfig, Callable[[], dict[str, torch.Tensor]]]:
+    """The shape of `init_from`, which must be as `wanted`, and what gives its weights (a checkpoint's are read then).
+
+    They have their own d2t: a vocabulary built anew would undo them without a word.
+    """
     folder = resolve_path(config.init_from)
-    if (folder / "state.json").is_file():
-        said = json.loads((folder / "state.json").read_text())["parameters"]
-        rope, norm_output = said.get("rope") or target.rope, said.get("norm_output", wanted.norm_output)
-        own = replace(wanted, rope=rope, norm_output=norm_output) if said else wanted
+    state = read_json(folder / "state.json")
+    if state is None:
+        own, tensors = draft_to_train(folder, target)
+        weights = partial(dict, tensors)
     else:
-        own, _ = draft_to_train(folder, target)
+        own, weights = _checkpoint_shape(state, target, wanted), partial(checkpoint_weights, folder)
     wanted = replace(wanted, intermediate_size=config.intermediate_size or own.intermediate_size)
     for name in _SAME_IN_WARM_START:
         had, wants = getattr(own, name), getattr(wanted, name)
         if had != wants:
             raise UserError(f"init_from was trained with {name} {had}, here it is {wants}", str(folder))
-    return replace(own, max_position_embeddings=wanted.max_position_embeddings)
+    return replace(own, max_position_embeddings=wanted.max_position_embeddings), weights
+
+
+def _checkpoint_shape(state: dict[str, Any], target: Target, wanted: DraftConfig) -> DraftConfig:
+    """The draft's shape by a checkpoint's state.json; those of older versions say only some of it."""
+    if shape := state.get("shape"):
+        return DraftConfig(**shape | {"aux_layers": tuple(shape["aux_layers"])})
+    if not (said := state["parameters"]):
+        return wanted
+    rope, norm_output = said.get("rope") or target.rope, said.get("norm_output", wanted.norm_output)
+    return replace(wanted, rope=rope, norm_output=norm_output)
 
 
 def token_counts(reader: StoreReader, target: Target) -> tuple[np.ndarray, np.ndarray]:
@@ -138,9 +172,13 @@ def new_draft(
     state_rms: `typical_rms` of its states; see initial.py.
     Raises `UserError` when `init_from` was made for other layers, or of another kind than the parameters say.
     """
-    wanted = shape_to_train(config, target, aux_layers)
+    wanted = draft_config_for(config, target, aux_layers)
     if config.init_from is not None:
-        model = _from_tensors(_init_tensors(resolve_path(config.init_from), target), target, wanted)
+        shape, weights = _warm_start(config, target, wanted)
+        model = _from_tensors(weights(), target, shape)
+        if (size := model.config.draft_vocab_size) != config.draft_vocab_size:
+            kept = "init_from keeps its own draft vocabulary of %d tokens: draft_vocab_size %d is not used"
+            logger.warning(kept, size, config.draft_vocab_size)
     else:
         torch.manual_seed(config.seed)
         model = DraftModel(wanted, vocab, load_embed_tokens(target))
@@ -168,9 +206,3 @@ def _from_tensors(tensors: dict[str, torch.Tensor], target: Target, shape: Draft
     except RuntimeError as error:
         raise UserError("weights of another shape: " + " ".join(str(error).split()), "init_from") from None
     return model
-
-
-def _init_tensors(folder: Path, target: Target) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint or of a draft folder of any layout, with their own d2t: a vocabulary built anew would
-    undo them without a word."""
-    return checkpoint_weights(folder) if (folder / "state.json").is_file() else draft_to_train(folder, target)[1]

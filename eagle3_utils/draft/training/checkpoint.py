@@ -3,9 +3,9 @@
     checkpoints/step-000100/{part-00-of-02.safetensors, part-01-of-02.safetensors, state.json}
 
 Every rank writes its share of the tensors (weights, moments, masters, random state), each tensor whole in one file. So
-any number of ranks, sharded or not, reads what any other has written. state.json carries the step, the data position
-and the xxh3 of the other files. A folder whose files do not match it (a full disk, a copy cut short) is passed over,
-and that is said.
+any number of ranks, sharded or not, reads what any other has written. state.json carries the step, the data position,
+the draft's shape and the xxh3 of the other files. A folder whose files do not match it (a full disk, a copy cut short)
+is passed over, and that is said.
 """
 
 from __future__ import annotations
@@ -43,15 +43,9 @@ class Position:
     waited: float = 0.0  # of them, for data
     parameters: dict[str, Any] = field(default_factory=dict)  # those that decide what the training makes
 
-    def require(self, wanted: dict[str, Any], where: Path) -> None:
-        """Raise `UserError` naming the first parameter that differs from this checkpoint's."""
-        for key, value in wanted.items():
-            if self.parameters.get(key) != value:
-                raise UserError(
-                    f"the checkpoint was made with {key} = {self.parameters.get(key)!r}, now it is {value!r}",
-                    str(where),
-                    f"to train anew remove {where.parent.parent}; to go on restore {key}",
-                )
+    def differs_in(self, wanted: dict[str, Any]) -> str | None:
+        """The first of the parameters wanted that has another value here; None when all are the same."""
+        return next((key for key, value in wanted.items() if self.parameters.get(key) != value), None)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -69,12 +63,14 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint atomically and delete the oldest beyond `keep`; all ranks call it. Returns its folder.
 
-    Those of later steps are deleted too: training went on from this side of them, so they are damaged.
+    Those of later steps are deleted too: training went on from this side of them, so they are damaged. So is what a
+    kill left of others half written.
     """
     final = Path(folder) / f"step-{position.step:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
     if ranks.is_first:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in final.parent.glob(".step-*.tmp"):
+            shutil.rmtree(left)
         temporary.mkdir(parents=True)
     ranks.barrier()
     mine = {}
@@ -92,7 +88,8 @@ def save_checkpoint(
         files = {note.with_suffix(".safetensors").name: note.read_text() for note in notes}
         for note in notes:
             note.unlink()
-        write_json(temporary / "state.json", asdict(position) | {"files": files})
+        shape = {"shape": asdict(model.config)} if hasattr(model, "config") else {}  # for a warm start from here
+        write_json(temporary / "state.json", asdict(position) | shape | {"files": files})
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         sync(final.parent)

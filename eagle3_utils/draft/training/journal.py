@@ -1,6 +1,6 @@
 """What a training run leaves to read: metrics.jsonl (append only), TensorBoard, and Weights & Biases if its key is set.
 
-A resumed run writes some steps again; `read_journal` keeps the last entry of each kind and step.
+A resumed run writes some steps again; `read_journal` leaves out what it had written of them before.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class Journal:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One entry; numbers and lists of numbers (by step of the unroll) become curves."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        entry = {"kind": kind, "step": step} | {name: without_nan(value) for name, value in values.items()}
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
         curves = {f"{kind}/{name}": value for name, value in _numbers(values).items()}
         self._board.add_summary(_one_summary(curves), step)
@@ -94,17 +96,37 @@ def _open_wandb(folder: Path, run_name: str) -> Any:
 
 
 def read_journal(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Entries of one kind by step; of entries written twice, the last. A line cut short by a kill is passed over."""
-    entries: dict[int, dict[str, Any]] = {}
+    """Entries of one kind ("train", "validation" or "best") by step; null comes back as NaN.
+
+    A training step that was taken again, after a kill, undoes what was written of it and of later ones: curves are of
+    one training. A line cut short is passed over.
+    """
+    entries: dict[str, list[dict[str, Any]]] = {}
     path = Path(folder) / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
         except ValueError:
             continue
-        if entry["kind"] == kind:
-            entries[entry["step"]] = entry
-    return [entries[step] for step in sorted(entries)]
+        entries.setdefault(entry["kind"], [])
+        for other, written in entries.items():
+            while entry["kind"] in ("train", other) and written and written[-1]["step"] >= entry["step"]:
+                written.pop()
+        entries[entry["kind"]].append(entry)
+    return [{name: _with_nan(value) for name, value in entry.items()} for entry in entries.get(kind, [])]
+
+
+def without_nan(value: Any) -> Any:
+    """A number, or a list of them, with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_nan(item) for item in value]
+    return math.nan if value is None else value
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -15,9 +15,11 @@ import yaml
 
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.network import DraftModel
-from eagle3_utils.draft.train import REPORT, TrainReport, train
+from eagle3_utils.draft.train import TrainReport, train
 from eagle3_utils.draft.training.build import draft_of_training
+from eagle3_utils.draft.training.folder import REPORT
 from eagle3_utils.draft.training.journal import read_journal
+from eagle3_utils.draft.training.pace import progress_of
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import Stage
 
@@ -63,7 +65,7 @@ def _say_waiting(report: TrainReport, stage: Stage) -> None:
 
 
 def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
-    """Run torchrun to its end, showing the last journal entry as progress; SIGTERM it when interrupted."""
+    """Run torchrun to its end, showing the newest journal entry as progress; SIGTERM it when interrupted."""
     log_path: Path = stage.folder / "train.log"
     written = log_path.stat().st_size if log_path.exists() else 0
     with open(log_path, "a") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
@@ -72,12 +74,7 @@ def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
                 time.sleep(_POLL_SECONDS)
                 entries = read_journal(stage.data / "draft", "train")
                 if entries and "total_steps" in entries[-1]:
-                    last = entries[-1]
-                    stage.progress(
-                        done=last["step"], total=last["total_steps"], unit="steps",
-                        rate=round(last["tokens_per_second"], 1), rate_unit="tokens/s",
-                        eta_seconds=last["eta_seconds"], loss=round(last["loss"], 4),
-                    )  # fmt: skip
+                    stage.progress(**progress_of(entries[-1]))
                 watch()
         except BaseException:  # an interrupt, or whatever failed here: not to wait for the training's end with it
             process.terminate()
@@ -89,6 +86,7 @@ def _watch(command: list[str], stage: Stage, watch: Callable[[], None]) -> None:
 
 
 def _first_error(log: str) -> str | None:
-    """Of a rank: what it said itself, or its exception."""
-    found = re.search(r"^(?:eagle3: |\[rank\d+\]: (?=[\w.]*(?:Error|Exception): ))(.+)", log, re.MULTILINE)
+    """Of a rank: what it said itself, with what to do about it, or its exception."""
+    said = r"^(?:eagle3: |\[rank\d+\]: (?=[\w.]*(?:Error|Exception): ))(.+(?:\n  \S.*)?)"
+    found = re.search(said, log, re.MULTILINE)
     return found[1] if found else None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from eagle3_utils.draft.training.checkpoint import Position
+from eagle3_utils.errors import UserError
 from eagle3_utils.states.dataset import PackedBatch, PackedDataset
 
 
@@ -17,10 +18,22 @@ class StepSchedule:
         self.dataset, self.batches_per_rank, self.epochs = dataset, batches_per_rank, epochs
 
     def total_steps(self) -> int:
-        """Optimiser steps of the whole training; a fraction of an epoch is rounded to whole steps."""
+        """Optimiser steps of the whole training; a fraction of an epoch is rounded to whole steps.
+
+        Raises `UserError` when there are too few samples for one of them.
+        """
         whole = int(self.epochs)
-        total = sum(self._steps_in_epoch(epoch) for epoch in range(whole))
-        return max(1, total + round((self.epochs - whole) * self._steps_in_epoch(whole)))
+        try:
+            total = sum(self._steps_in_epoch(epoch) for epoch in range(whole))
+            rest = round((self.epochs - whole) * self._steps_in_epoch(whole)) if self.epochs > whole else 0
+        except UserError:
+            raise UserError(
+                f"the train split has {len(self.dataset.reader)} samples: too few for steps of batches_per_step = "
+                f"{self.dataset.multiple_of}",
+                str(self.dataset.reader.folders[0]),
+                "lower batches_per_step (it stays a multiple of num_gpus), or take more samples",
+            ) from None
+        return max(1, total + rest)
 
     def steps(self, position: Position, total_steps: int) -> Iterator[tuple[list[PackedBatch], float]]:
         """Batches of each step from `position` on, with the seconds waited for them.

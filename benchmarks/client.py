@@ -106,6 +106,7 @@ def main() -> None:
         "possible_at_this_latency_per_second": round(arguments.concurrent / SECONDS),
         "bare_responses_per_second": round(arguments.num / bare_seconds),
         "responses_per_second": round(arguments.num / our_seconds),
+        "ours_to_bare": round(bare_seconds / our_seconds, 3),
         "tokens_per_second": round(TOKENS * arguments.num / our_seconds),
     }
     print(json.dumps(figures))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from eagle3_utils.runs import repo_root
+from eagle3_utils.serving.launch import gpus
 from eagle3_utils.serving.launch.checks import PLUGIN_GROUP, PLUGIN_NAME, SGLANG_VERSION
 
 PINNED = {"sglang": SGLANG_VERSION, "torch": "2.11.0", "transformers": "5.8.1"}
@@ -58,6 +59,9 @@ def _plugin() -> Finding:
 def _gpus() -> list[Finding]:
     import torch
 
+    if not torch.cuda.is_available() and (seen := gpus.free_bytes()):
+        why = f"nvidia-smi sees {len(seen)}, torch none: is the driver older than CUDA {torch.version.cuda}?"
+        return [Finding("gpu", "fail", why)]
     if not torch.cuda.is_available():
         return [Finding("gpu", "warn", "none: the pipeline runs on the CPU, served evaluation is left out")]
     findings = []

@@ -121,6 +121,9 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         checks.check_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
     assert checks.check_model(tmp_path) == 10
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "model.Q4.gguf"):
+        (tmp_path / name).write_bytes(b"x" * 10)
+    assert checks.check_model(tmp_path) == 10, "the same weights in other formats are not loaded too"
 
 
 def test_weights_that_do_not_fit_are_refused():

@@ -64,5 +64,10 @@ def test_a_server_without_a_dump_folder_cannot_be_waited_for():
         Client("http://127.0.0.1:9").wait_for_dump("hs-1")
 
 
+def test_a_server_that_does_not_answer_is_an_error_that_a_gate_can_report():
+    with pytest.raises(DumpError, match="does not answer: ConnectError"):
+        Client("http://127.0.0.1:9").generate([1, 2])
+
+
 def test_a_dead_server_is_not_healthy():
     assert not Client("http://127.0.0.1:9").is_healthy(1.0)

@@ -23,6 +23,14 @@ def test_a_missing_plugin_is_a_failure(monkeypatch):
     assert doctor._plugin().verdict == "fail"
 
 
+def test_gpus_that_torch_cannot_use_are_a_failure(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(doctor.gpus, "free_bytes", lambda: [140 << 30])
+    assert [finding.verdict for finding in doctor._gpus()] == ["fail"]
+    monkeypatch.setattr(doctor.gpus, "free_bytes", list)
+    assert [finding.verdict for finding in doctor._gpus()] == ["warn"]
+
+
 def test_little_room_and_no_folder_warn(tmp_path):
     assert doctor._room("disk", tmp_path, wanted_gib=1 << 40).verdict == "warn"
     assert doctor._room("shm", Path("/no/such/folder"), wanted_gib=1).verdict == "warn"

@@ -16,6 +16,7 @@ from eagle3_utils.states.extraction.dump import (
     sweep,
     take_sample,
 )
+from eagle3_utils.states.sizes import dump_bytes_per_token
 
 META = store_meta()
 CONFIG = ExtractConfig(max_tokens_in_flight=300)
@@ -29,6 +30,22 @@ def test_staging_too_small_for_the_longest_sample_is_refused(tmp_path):
         share_staging([tmp_path], long, META, tiny)
     held, tokens = share_staging([tmp_path], make_records(3), META, tiny)
     assert held == (1 << 20) // 6 and tokens == 300
+
+
+def test_a_servers_own_limit_and_the_shares_of_its_writers_count(tmp_path):
+    records, wide = make_records(3), CONFIG.model_copy(update={"max_tokens_in_flight": 1 << 30})
+    per_token = dump_bytes_per_token(META.hidden_size, len(META.aux_layers))
+    own = {"max_bytes": 1 << 20, "ranks": {"writers": 2}}
+    held, tokens = share_staging([tmp_path], records, META, wide, handshakes=[own, own | {"max_bytes": 4 << 20}])
+    assert held == (2 << 20) // 6 and tokens == (2 << 20) // 5 // per_token
+    longest = max(len(record.input_ids) for record in records)
+    for room, fits in ((5 * longest * per_token, True), (5 * longest * per_token - 1, False)):
+        tight = [own | {"max_bytes": room}]  # of each of two writers, either of which may get the longest sample
+        if fits:
+            share_staging([tmp_path], records, META, wide, handshakes=tight)
+            continue
+        with pytest.raises(UserError, match=f"SGLANG_HS_MAX_BYTES.* to {2 * 5 * longest * per_token} or more"):
+            share_staging([tmp_path], records, META, wide, handshakes=tight)
 
 
 def test_ids_that_differ_only_in_odd_characters_get_different_files():

@@ -82,6 +82,8 @@ def test_staging_must_hold_the_longest_sample_five_times(tmp_path, disk):
     disk(2**50)
     result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 1 << 30)
     assert result.staging_needed_bytes == 5 * 8192 * (57_344 + 8)
+    eight = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 4 << 30, num_writers=8)
+    assert eight.staging_needed_bytes == 8 * result.staging_needed_bytes and not eight.fits, "each has an eighth of it"
     assert not result.fits and "staging" in result.problems[0] and result.hours is None
 
 
@@ -90,8 +92,9 @@ def test_what_is_stored_already_need_not_fit_again(tmp_path, disk):
     with open(tmp_path / "train" / "shard-000000.h5", "wb") as file:
         os.truncate(file.fileno(), 4 * 2**40)
     disk(2**40)
-    result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 4 << 30)
+    result = plan(KIMI, 7168, 3, "bf16", "all", tmp_path, tmp_path, 4 << 30, tokens_per_second=(340, 340))
     assert result.fits and result.stored_bytes == 4 * 2**40
+    assert result.hours[0] == pytest.approx(71.7 * (1 - 4 * 2**40 / result.store_bytes), abs=0.1)
 
 
 def write_parameters(folder, stage=None, **shared):

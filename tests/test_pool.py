@@ -40,6 +40,22 @@ def test_a_sample_that_kills_servers_is_given_up():
     assert pool.unfinished == 0 and pool.take(worker) is None
 
 
+def test_a_sample_that_failed_at_one_server_is_left_to_another_while_there_is_one(monkeypatch):
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_SECONDS", 0.0)
+    sick, other = Worker("http://a", Path(".")), Worker("http://b", Path("."))
+    pool = Pool(make_records(3), [sick, other], max_tokens=1000, max_tries=9, patience_seconds=100)
+    first = pool.take(sick)
+    assert not pool.sample_failed(sick, first)
+    second, third = pool.take(sick), pool.take(sick)
+    assert [task.order for task in (first, second, third)] == [0, 1, 2], "it would have come first again"
+    assert pool.take(other) is first
+    assert not pool.sample_failed(other, first)
+    assert pool.take(sick) is first, "no server is left that has not tried it"
+    assert not pool.sample_failed(sick, second)
+    other.dead = True
+    assert pool.take(sick) is second
+
+
 def test_backoff_doubles_up_to_half_a_minute():
     assert [backoff_seconds(tries) for tries in (1, 2, 3, 20)] == [0.5, 1.0, 2.0, 30.0]
 

@@ -64,6 +64,9 @@ def test_a_stranger_with_the_pid_and_a_server_in_use_are_left_alone(tmp_path, la
     other = start("import time; print(flush=True); time.sleep(600)", **{processes.NONCE_VARIABLE: nonce})
     other.stdout.readline()
     processes.remember(tmp_path / "stage", other.pid, "abc", ["python"])
+    path = tmp_path / "stage" / f"server-{other.pid}.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | {"launcher_started": facts["launcher_started"] + 1.0}))  # the clock was set
     try:
         assert processes.stop_orphans(tmp_path / "stage") == []
         assert other.poll() is None

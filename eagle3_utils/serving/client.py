@@ -90,13 +90,16 @@ class Client:
         Raises
         ------
         DumpError
-            When the server answers with an error; the message is the server's.
+            When the server answers with an error; the message is the server's. Or when it does not answer.
         """
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0} | fields.pop("sampling_params", {})
         body = {"input_ids": input_ids, "sampling_params": sampling} | fields
         if rid is not None:
             body["rid"] = rid
-        answer = self._http.post("/generate", json=body)
+        try:
+            answer = self._http.post("/generate", json=body)
+        except httpx.HTTPError as error:
+            raise DumpError(f"the server does not answer: {type(error).__name__}: {error}") from None
         if answer.status_code != 200:
             raise DumpError(f"HTTP {answer.status_code}: {_error_text(answer)}")
         return answer.json()

@@ -120,7 +120,8 @@ class Server(RunningServer):
         weight_bytes = checks.check_model(self.target.path)
         device = flags.resolve_device(self.options)
         num_gpus = checks.num_gpus_of(self.options)
-        checks.check_memory(weight_bytes, device, num_gpus, num_copies=num_gpus // self.options.tp_size)
+        if not any(word.startswith(("--quantization", "--cpu-offload-gb")) for word in self.options.extra_server_args):
+            checks.check_memory(weight_bytes, device, num_gpus, num_copies=num_gpus // self.options.tp_size)
         self._gpus_before = gpus.usage() if device == "cuda" else gpus.Usage([], {})
         environment = self._prepare_environment(device)
         port = checks.check_port(self.options.port, flags.attention_data_parallel(self.options))
@@ -244,8 +245,9 @@ class AttachedServer(RunningServer):
     For extraction it is started with the plugin visible to its Python (this package installed there, or
     `make_plugin_folder` on its PYTHONPATH) and
 
-        SGLANG_HS_DUMP_DIR=/dev/shm/dumps SGLANG_HS_LAYERS='[2, 30, 58]' python -m sglang.launch_server … \\
-            --disable-radix-cache --cuda-graph-backend-prefill disabled --enforce-disable-flashinfer-allreduce-fusion
+        SGLANG_HS_DUMP_DIR=/dev/shm/dumps SGLANG_HS_LAYERS='[2, 30, 58]' SGLANG_HS_MAX_BYTES=17179869184 \\
+            python -m sglang.launch_server … --disable-radix-cache --cuda-graph-backend-prefill disabled \\
+            --enforce-disable-flashinfer-allreduce-fusion
     """
 
     def __init__(self, url: str, dump_dir: Path | None, target: Target, capture: CaptureSpec | None):

@@ -66,7 +66,8 @@ def extract(
         workers = [_attach(server, stack) for server in servers]
         processes = processes_for(config.shard_builders)
         dump_dirs = [worker.dump_dir for worker in workers]
-        held_bytes, max_tokens = share_staging(dump_dirs, records, meta, config, processes)
+        handshakes = [server.handshake for server in servers]
+        held_bytes, max_tokens = share_staging(dump_dirs, records, meta, config, processes, handshakes)
         writer = StoreWriter(folder, meta, config.shard_bytes, held_bytes, processes)
         stack.callback(writer.abort)  # does nothing after close
         run = _Run(writer, workers, records, config, max_tokens, progress or (lambda _: None))

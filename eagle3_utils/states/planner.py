@@ -41,7 +41,7 @@ PLANNED = ("hidden_size", "num_samples", "num_tokens", "supervised_share", "long
 
 @dataclass
 class Plan:
-    """The answer. Byte counts in bytes, `hours` a (low, high) range or None when no rate is known."""
+    """The answer. Sizes in bytes; `hours` of what is not stored yet, (low, high), or None when no rate is known."""
 
     codec: str
     final: str
@@ -116,6 +116,7 @@ def plan(
     min_free_bytes: int = 0,
     tokens_per_second: tuple[float, float] | None = None,
     num_open: int = num_open_shards(0),
+    num_writers: int = 1,
 ) -> Plan:
     """Work out a store before it is made.
 
@@ -125,7 +126,7 @@ def plan(
     staging_dir, staging_max_bytes : where dumps wait, and how much of it they may fill.
     min_free_bytes : what must stay free on the store's disk.
     tokens_per_second : (low, high), measured by the pilot or assumed; None: no hours.
-    num_open : shards open at a time, which share the staging area.
+    num_open, num_writers : shards open at a time, and a server's groups that write; both share the staging area.
     """
     codecs = codec_table(corpus, hidden_size, num_aux)
     chosen = next(entry for entry in codecs if (entry["codec"], entry["final"]) == (codec, final))
@@ -144,10 +145,10 @@ def plan(
         disk_free_bytes=free,
         disk_needed_bytes=needed,
         num_shards=-(-total // limit),
-        staging_needed_bytes=STAGING_SHARES * corpus.longest * per_dump,
+        staging_needed_bytes=STAGING_SHARES * corpus.longest * per_dump * num_writers,
         staging_available_bytes=staging,
         tokens_per_second=tokens_per_second,
-        hours=_hours_at(corpus.num_tokens, tokens_per_second),
+        hours=_hours_at(corpus.num_tokens * max(0, total - stored) / max(1, total), tokens_per_second),
         epoch_read_seconds=total / READ_BYTES_PER_SECOND,
         codecs=codecs,
     )
@@ -201,6 +202,7 @@ def plan_stage(config: ExtractConfig, rate: tuple[float, float] | None = None) -
         config.min_free_bytes,
         rate,
         num_open=num_open_shards(processes_for(config.shard_builders)),
+        num_writers=config.dp_size,
     )
 
 
@@ -265,7 +267,7 @@ def _other_disks(folder: Path, needed: int) -> list[dict]:
     return options
 
 
-def _hours_at(num_tokens: int, rates: tuple[float, float] | None) -> tuple[float, float] | None:
+def _hours_at(num_tokens: float, rates: tuple[float, float] | None) -> tuple[float, float] | None:
     return None if rates is None else (num_tokens / rates[1] / 3600, num_tokens / rates[0] / 3600)
 
 

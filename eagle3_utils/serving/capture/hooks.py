@@ -171,12 +171,12 @@ def _dump_dtype() -> torch.dtype:
 
 
 def _make_recorder(model_runner: Any, boundaries: list[int], tap: BoundaryTap | None) -> Recorder:
-    """Staging is shared out evenly between the groups that write."""
+    """Staging is shared out evenly between the groups that write; each may keep a whole pool of its share."""
     environment, num_writers = os.environ, model_runner.server_args.dp_size
     on_gpu = str(model_runner.device).startswith("cuda")
     staging = Staging(
         max_bytes=int(environment.get("SGLANG_HS_MAX_BYTES", 4 << 30)) // num_writers,
-        pool_bytes=int(environment.get("SGLANG_HS_POOL_BYTES", 2 << 30)) // num_writers,
+        pool_bytes=int(environment.get("SGLANG_HS_POOL_BYTES", 2 << 30)),
         pin=on_gpu,
         wait_seconds=float(environment.get("SGLANG_HS_WAIT_SECONDS", 120)),
     )

@@ -171,10 +171,11 @@ def check_port(port: int, attention_data_parallel: bool = False) -> int:
 
 def check_model(path: Path) -> int:
     """Bytes of weights in a checkpoint folder. Raises `UserError` when there are none."""
-    weights = [*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf")]
-    if not weights:
-        raise UserError("no weights (*.safetensors) in the model's folder", str(path))
-    return sum(file.stat().st_size for file in weights)
+    for pattern in ("*.safetensors", "*.bin", "*.gguf"):  # a hub's folder may hold the same weights in several formats
+        weights = [file for file in path.glob(pattern) if not file.name.startswith("consolidated")]
+        if weights := weights or list(path.glob(pattern)):
+            return sum(file.stat().st_size for file in weights)
+    raise UserError("no weights (*.safetensors) in the model's folder", str(path))
 
 
 def num_gpus_of(options: ServingOptions) -> int:

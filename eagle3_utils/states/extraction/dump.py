@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -158,23 +158,30 @@ def _reason_in(note: str) -> str:
         return note[:300]  # cut off, or of another plugin
 
 
-def share_staging(dump_dirs: list[Path], records: list, meta, config, num_processes: int = 0) -> tuple[int, int]:
+def share_staging(
+    dump_dirs: list[Path], records: list, meta, config, num_processes: int = 0, handshakes: Sequence[dict] = ()
+) -> tuple[int, int]:
     """Split the staging area between dumps in flight and dumps held until their shard is closed.
 
     Returns (bytes of dumps a shard may hold, tokens in flight per server). Some shards are written while the
-    next fills, and all hold dumps; a dump in flight may exist as a host buffer and as a file.
+    next fills, and all hold dumps; a dump in flight may exist as a host buffer and as a file. A server's own limit, in
+    its handshake, counts where it is lower; its groups that write have equal shares of it.
     Raises `UserError` when the longest sample does not fit.
     """
     free = min(shutil.disk_usage(dump_dir).free for dump_dir in dump_dirs)
-    staging = min(config.staging_max_bytes, free * 9 // 10)
+    limits = [(said["max_bytes"], said["ranks"]["writers"]) for said in handshakes if "max_bytes" in said]
+    num_writers = max((writers for _, writers in limits), default=config.dp_size)
+    servers = min((share * writers for share, writers in limits), default=config.staging_max_bytes)
+    staging = min(config.staging_max_bytes, servers, free * 9 // 10)
     per_token = dump_bytes_per_token(meta.hidden_size, len(meta.aux_layers))
     longest = max((len(record.input_ids) for record in records), default=1) * per_token
-    if longest * STAGING_SHARES > staging:
+    needed = STAGING_SHARES * longest * num_writers
+    if needed > staging:
         raise UserError(
-            f"staging of {format_bytes(staging)} is too small: the longest sample needs "
-            f"{format_bytes(STAGING_SHARES * longest)}",
+            f"staging of {format_bytes(staging)} is too small: the longest sample needs {format_bytes(needed)}",
             str(dump_dirs[0]),
-            f"set staging_max_bytes to {STAGING_SHARES * longest} or more, on a staging_dir with that much room",
+            f"set staging_max_bytes (of a server of yours SGLANG_HS_MAX_BYTES) to {needed} or more, on a staging_dir "
+            "with that much room",
         )
     max_tokens = min(config.max_tokens_in_flight, staging // STAGING_SHARES // per_token)
     return held_limit(staging, num_open_shards(num_processes)), max_tokens

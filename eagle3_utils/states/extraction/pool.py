@@ -42,6 +42,7 @@ class Task:
     record: object = field(compare=False)
     tries: int = field(default=0, compare=False)
     attempts: int = field(default=0, compare=False)  # of any kind: makes every rid unique
+    failed_at: set[str] = field(default_factory=set, compare=False)  # urls of servers that tried it in vain
 
     @property
     def num_tokens(self) -> int:
@@ -109,8 +110,8 @@ class Pool:
                 now = time.monotonic()
                 while self._delayed and self._delayed[0][0] <= now:
                     heapq.heappush(self._ready, heapq.heappop(self._delayed)[1])
-                if self._ready and now >= worker.retry_at and self._has_room(worker, self._ready[0]):
-                    task = heapq.heappop(self._ready)
+                task = self._next_for(worker) if now >= worker.retry_at else None
+                if task is not None:
                     task.attempts += 1
                     worker.in_flight_tokens += task.num_tokens
                     worker.in_flight += 1
@@ -120,6 +121,23 @@ class Pool:
                     return task
                 self._wait(worker)
             return None
+
+    def _next_for(self, worker: Worker) -> Task | None:
+        """The first ready task, if there is room for it; one that failed at this server is left to another one."""
+        left = []
+        while self._ready and self._has_room(worker, self._ready[0]):
+            task = heapq.heappop(self._ready)
+            if worker.url not in task.failed_at or not self._is_untried(task):
+                break
+            left.append(task)
+        else:
+            task = None
+        for other in left:
+            heapq.heappush(self._ready, other)
+        return task
+
+    def _is_untried(self, task: Task) -> bool:
+        return any(not worker.dead and worker.url not in task.failed_at for worker in self.workers)
 
     def arrived(self, worker: Worker, task: Task) -> None:
         """A server has answered: the task's sample is in the writer's hands."""
@@ -165,6 +183,7 @@ class Pool:
                 if worker.dead:
                     self._wake_all()
             task.tries += blame_sample
+            task.failed_at.add(worker.url)
             if task.tries >= self.max_tries:
                 self._finish(task)
                 return True
@@ -214,6 +233,7 @@ class Pool:
             heapq.heappush(self._ready, task)
             return False
         task.tries += 1
+        task.failed_at.add(worker.url)
         if task.tries >= self.max_tries:
             self._finish(task)
             return True

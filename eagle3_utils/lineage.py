@@ -6,6 +6,7 @@ is known by a content hash.
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import httpx
@@ -16,8 +17,6 @@ from eagle3_utils.corpus.reading.sources import SourceSpec, parse_sources, sourc
 from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import load_target
-
-RESPONSES = "{data}/responses.jsonl"  # the path by which a source of stage 01 reads what stage 00 made
 
 # stage → {input name: (earlier stage, its output)}
 UPSTREAM: dict[str, dict[str, tuple[str, str]]] = {
@@ -49,27 +48,46 @@ def stage_inputs(config: StageConfig) -> dict[str, str]:
         inputs[name] = runs.output_of(config, stage, output)
     for path in _files(config):
         inputs[f"file {path}"] = runs.hash_files([runs.resolve_path(path)])
-    entries = getattr(config, "sources", [])
-    for entry, spec in zip(entries, parse_sources(entries, runs.data_folder(config)) if entries else [], strict=True):
+    for spec in _sources(config):
         if spec.hf:
             inputs[f"dataset {spec.hf}"] = _dataset_hash(spec, config)
-        elif entry["path"] != RESPONSES:
-            inputs[f"file {spec.path}"] = runs.hash_files(source_files(spec))
+        elif runs.resolve_path(spec.path) != _responses(config):
+            files = [file for file in source_files(spec) if file != _responses(config)]
+            inputs[f"file {spec.path}"] = runs.hash_files(files)
     for folder in getattr(config, "more_data", []):
-        inputs[f"states of {folder}"] = _states_hash(runs.resolve_path(folder))
+        name, stores = f"states of {folder}", _stores(runs.resolve_path(folder))
+        states = [store and StoreReader(store).content_hash() for store in stores]
+        inputs[name] = runs.hash_json(states) if any(states) else _recorded(config, name)
     if init_from := getattr(config, "init_from", None):
-        inputs[f"draft {init_from}"] = _folder_hash(runs.resolve_path(init_from))
+        name, folder = f"draft {init_from}", runs.resolve_path(init_from)
+        inputs[name] = _folder_hash(folder) if folder.is_dir() else _recorded(config, name)
     return inputs
 
 
-def _states_hash(data: Path) -> str:
-    """Of the states that another run has extracted: its sample ids and their checksums."""
-    stores = [data / "hidden_states" / split for split in ("train", "val")]
-    return runs.hash_json([StoreReader(store).content_hash() if store.is_dir() else None for store in stores])
+def _sources(config: StageConfig) -> list[SourceSpec]:
+    entries = getattr(config, "sources", [])
+    return parse_sources(entries, runs.data_folder(config)) if entries else []
+
+
+def _responses(config: StageConfig) -> Path:
+    """What stage 00 makes."""
+    return runs.data_folder(config) / "responses.jsonl"
+
+
+def _stores(data: Path) -> list[Path | None]:
+    """The stores of hidden states under another run's data folder; None for one that is not there."""
+    folders = [data / "hidden_states" / split for split in ("train", "val")]
+    return [folder if folder.is_dir() else None for folder in folders]
 
 
 def _folder_hash(folder: Path) -> str:
     return runs.hash_files(sorted(path for path in folder.rglob("*") if path.is_file()))
+
+
+def _recorded(config: StageConfig, name: str) -> str:
+    """What a finished stage has read and nobody can read any more; empty when it is not done."""
+    done = runs.read_done(runs.resolve_path(config.run_dir), config.stage) or {"inputs": {}}
+    return done["inputs"].get(name, "")
 
 
 def _dataset_hash(spec: SourceSpec, config: StageConfig) -> str:
@@ -82,15 +100,15 @@ def _dataset_hash(spec: SourceSpec, config: StageConfig) -> str:
     try:
         return HfApi().dataset_info(spec.hf).sha
     except (OSError, ValueError, httpx.HTTPError) as error:
-        done = runs.read_done(runs.resolve_path(config.run_dir), config.stage) or {"inputs": {}}
-        if recorded := done["inputs"].get(f"dataset {spec.hf}"):
+        if recorded := _recorded(config, f"dataset {spec.hf}"):
             return recorded
         raise UserError(f"cannot find this dataset: {first_line(error)}", f"sources: {spec.name}: {spec.hf}") from None
 
 
 def reads_responses(config: StageConfig) -> bool:
-    """Whether a source of stage 01 reads this run's responses; only then it needs stage 00."""
-    return any(source.get("path") == RESPONSES for source in config.sources)
+    """Whether a source of stage 01 takes in this run's responses, by name, folder or pattern: so it needs stage 00."""
+    responses, paths = _responses(config), [runs.resolve_path(spec.path) for spec in _sources(config) if spec.path]
+    return any(responses.is_relative_to(path) or fnmatch(str(responses), str(path)) for path in paths)
 
 
 def _files(config: StageConfig) -> list[str]:

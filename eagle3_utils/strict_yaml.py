@@ -12,6 +12,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *base`, whose keys others may say anew
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):  # the base class refuses others
                 if key in seen:

@@ -182,6 +182,20 @@ def test_a_prompt_that_the_draft_was_trained_on_is_not_evaluated(config, work):
         corpus.write_bytes(before)
 
 
+def test_without_the_corpus_there_is_no_check_and_no_baseline_and_that_is_said_once(config, work, caplog):
+    corpus = work.stage.data / "corpus" / "train.parquet"
+    before, expected = corpus.read_bytes(), work.prompts(2, 10)
+    try:
+        corpus.unlink()
+        alone = evaluate.Evaluation(config, work.stage)
+        assert alone.prompts(2, 10) == alone.prompts(2, 10) == expected
+        figures_by_step = offline.summarise(alone.teacher_forced(), num_resamples=20)["all"]
+        assert [interval.value for interval in figures_by_step["baseline"]] == [0.0] * config.num_offline_steps
+    finally:
+        corpus.write_bytes(before)
+    assert caplog.text.count(f"no {corpus}") == 1
+
+
 def test_parity_compares_with_the_trained_draft_not_the_exported_one(work, monkeypatch):
     """The exported and served draft has absolute d2t; the trained draft, unharmed, finds it out."""
     name, broken = next(item for item in parity.faults(work.draft, work.target) if "absolute" in item[0])

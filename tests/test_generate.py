@@ -60,6 +60,7 @@ def test_sglang_responses_keep_the_generated_ids(tmp_path, endpoint, tokenizer):
     assert tokenizer.decode(line["prompt_ids"]) == text
     assert tokenizer.decode(line["output_ids"]) == "SAY 3<|im_end|>"
     assert (line["text"], line["finish_reason"], line["split"]) == ("SAY 3", "stop", "train")
+    assert line["unasked_turns"] == 0
     sent = endpoint.seen[0][1]["sampling_params"]
     assert (sent["temperature"], sent["top_p"], sent["max_new_tokens"]) == (0.7, 1.0, 16)
     assert summary.completion_tokens == sum(len(line["output_ids"]) for line in made.values())

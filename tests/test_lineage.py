@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -111,6 +112,25 @@ def test_a_source_in_the_data_folder_that_is_not_the_responses_is_a_file_like_ot
     assert lineage.stage_inputs(config) != before
 
 
+@pytest.mark.parametrize(
+    "path", ["{data}/responses.jsonl", "{data}//responses.jsonl", "{data}/r*.jsonl", "{data}", None]
+)
+def test_responses_are_read_by_whatever_path_takes_them_in(shared, path):
+    data = runs.resolve_path(shared["run_dir"]) / "data"
+    source = {"name": "mine", "path": path or str(data / "responses.jsonl")}
+    config = MergeConfig(**shared, sources=[source], decontaminate_with=[])
+    assert lineage.reads_responses(config)
+    upstream = GenerateConfig(**shared, prompts=[], earlier_responses=[])
+    runs.open_stage(upstream, {}).finish({}, {"responses": "abc"})
+    (data / "responses.jsonl").write_text("{}\n")
+    before = lineage.stage_inputs(config)
+    assert before["responses"] == "abc"
+    (data / "responses.jsonl").write_text("[]\n")
+    assert lineage.stage_inputs(config) == before, "the file itself is known by its stage's output"
+    (data / "rest.jsonl").write_text("{}\n")
+    assert (lineage.stage_inputs(config) != before) == (path in ("{data}/r*.jsonl", "{data}"))
+
+
 def test_states_of_other_runs_and_the_draft_begun_with_are_inputs_of_the_training(shared, tmp_path):
     upstream = {"01_merge_data": "corpus", "03_extract_hidden_states": "states"}
     for stage, output in upstream.items():
@@ -129,3 +149,10 @@ def test_states_of_other_runs_and_the_draft_begun_with_are_inputs_of_the_trainin
     assert set(found[0]) == {"target", "corpus", "states", f"states of {other}", f"draft {draft}"}
     changed = [{name for name in before if before[name] != after[name]} for before, after in pairwise(found)]
     assert changed == [{f"states of {other}"}, {f"draft {draft}"}]
+    runs.open_stage(config, found[-1]).finish({}, {"draft": "made of them"})
+    shutil.rmtree(other)
+    shutil.rmtree(draft)
+    assert lineage.stage_inputs(config) == found[-1], "a finished training needs them no more"
+    done = runs.read_done(runs.resolve_path(config.run_dir), config.stage)
+    earlier = {"target", "corpus", "states"}  # what an earlier version recorded
+    assert runs.why_not_current(done | {"inputs": {k: found[-1][k] for k in earlier}}, config, found[-1]) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from copy import copy
 
 import pytest
 from transformers import AutoTokenizer
@@ -84,6 +85,31 @@ def test_a_prompt_that_a_record_was_made_of_is_refused_and_one_that_shares_only_
         read_prompts([path], tokenizer, 8, corpus=corpus)
     assert '"split": "eval"' in caught.value.fix
     assert len(read_prompts([path], tokenizer, 8)) == 3
+
+
+@pytest.mark.parametrize("template", [None, "[INST] {} [/INST]", "USER: {} ASSISTANT:"])
+def test_a_prompt_whose_words_only_stand_within_a_record_of_its_id_is_not_refused(tokenizer, tmp_path, template):
+    tokenizer = copy(tokenizer)
+    if template is not None:  # without tokens of its own
+        before, after = template.split("{}")
+        tokenizer.chat_template = (
+            f"{{% for m in messages %}}{{% if m.role == 'user' %}}{before}{{{{ m.content | trim }}}}{after}"
+            "{% else %}{{ ' ' + m.content + ' ' }}{% endif %}{% endfor %}"
+        )
+    path, corpus = tmp_path / "mine.jsonl", tmp_path / "train.parquet"
+    path.write_text(json.dumps({"id": "7", "prompt": "Hi "}))
+
+    def trained_on(*words):
+        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, words, strict=False)]
+        ids = list(tokenizer.apply_chat_template(turns, return_dict=False))
+        write_parquet([Record("7", "any", ids, [1] * len(ids))], corpus)
+
+    for others in ("History", "Hi There"), ("Say Hi ", "Hi there"), ("Hi all", "Say Hi "):
+        trained_on(*others)
+        assert read_prompts([path], tokenizer, 8, corpus=corpus)
+    trained_on("Hi ", "Hello.", "Bye", "Bye.")
+    with pytest.raises(UserError, match="1 of 1 held-out prompts are in the training corpus"):
+        read_prompts([path], tokenizer, 8, corpus=corpus)
 
 
 def test_a_conversation_is_asked_up_to_its_last_user_turn(tokenizer, tmp_path):

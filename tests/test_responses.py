@@ -10,6 +10,7 @@ import zstandard
 from eagle3_utils.corpus.generation import responses
 from eagle3_utils.corpus.generation.endpoints import Sampling
 from eagle3_utils.corpus.generation.responses import GenerateSettings
+from eagle3_utils.corpus.reading.sources import parse_sources, source_files
 from eagle3_utils.errors import UserError
 
 SETTINGS = GenerateSettings("model-1", Sampling(0.7, 1.0, 16))
@@ -97,7 +98,9 @@ def test_a_line_stays_only_while_it_answers_its_prompt_and_what_is_dropped_is_ke
         done = responses.resume(path, SETTINGS)
         assert responses.drop_stale(path, done, prompts) == expected
         assert set(done) == set(responses.read_responses(path)) == {"p0", "p4"}
-    aside = tmp_path / "dropped_responses.jsonl"
+    aside = tmp_path / "dropped" / "responses.jsonl"
+    others = parse_sources([{"name": "x", "path": "{data}/*.jsonl"}], tmp_path)[0]
+    assert source_files(others) == [path]
     assert list(responses.read_responses(aside)) == ["p1", "p2", "p3"]
     back = [prompt(number) for number in range(5)]  # as they were: the dropped lines can be had again
     assert responses.take_earlier(path, [aside], back, done, "model-1") == {"p1", "p2", "p3"}
@@ -111,7 +114,20 @@ def test_a_conversation_that_ended_early_answers_its_prompt(tmp_path):
     cut = asked | {"text": "hm", "unasked_turns": 1}
     assert responses.answers(cut, prompt(1, "one", "two"))
     assert not responses.answers(cut, prompt(1, "one")) and not responses.answers(cut, prompt(1, "won", "two"))
-    assert not responses.answers(asked | {"text": "hm"}, prompt(1, "one", "two"))
+    whole = asked | {"text": "hm", "unasked_turns": 0}
+    assert responses.answers(whole, prompt(1, "one")) and not responses.answers(whole, prompt(1, "one", "two"))
+
+
+def test_an_older_line_that_does_not_say_what_was_left_unasked_answers_the_prompt_it_begins(tmp_path):
+    path, older = tmp_path / "responses.jsonl", prompt(1, "one") | {"text": "hm", "finish_reason": "length"}
+    responses.resume(path, SETTINGS)
+    path.write_text(json.dumps(older) + "\n")
+    done = responses.resume(path, SETTINGS)
+    assert not responses.drop_stale(path, done, [prompt(1, "one", "two")])
+    assert done == responses.read_responses(path) == {"p1": older}
+    assert responses.answers(prompt(1, "one", "two"), prompt(1, "one", "two"))
+    assert not responses.answers(older, prompt(1, "won", "two"))
+    assert not responses.answers(prompt(1, "one", "two"), prompt(1, "one"))
 
 
 def test_a_prompt_without_a_source_has_its_files_name(tmp_path):

@@ -104,13 +104,30 @@ def test_a_json_array_is_read_element_by_element(tmp_path, monkeypatch):
         assert values(path) == rows
     for text, num_whole in (('[{"a": 1}, {"a": ', 1), ('[{"a": 1}', 0), ('[{"a": 1} {"a": 2}]', 1), ('[{"a": 1}]]', 1)):
         path.write_text(text)
-        *whole, last = read_file(path)
-        assert [raw.value for raw in whole] == [{"a": 1}] * num_whole, text
-        assert last.problem.startswith("not JSON") and last.line == num_whole + 1
+        whole = []
+        with pytest.raises(UserError, match=rf"r\.json:{num_whole + 1}: cannot be read on: not JSON: "):
+            whole.extend(raw.value for raw in read_file(path))
+        assert whole == [{"a": 1}] * num_whole, text
     path.write_text(" [ ] ")
     assert values(path) == []
     path.write_text('[{"a": "\\ud800"}, {"a": "\\ud83d\\ude00"}]')
     assert [raw.problem for raw in read_file(path)] == ["half of a surrogate pair", None]
+
+
+def test_a_json_file_that_is_cut_stops_the_run_by_file_and_place(tmp_path):
+    talk = [{"messages": [{"role": "user", "content": f"say {number:03}"}]} for number in range(1000)]
+    path = tmp_path / "cut.json"
+    for whole, place in ((json.dumps(talk), 501), (json.dumps({"data": talk}), 1), (LINES.decode(), 1), (" ", 1)):
+        path.write_text(whole[: len(whole) // 2] if len(whole) > 1000 else whole)
+        spec = parse_sources([{"name": "x", "path": str(path)}], tmp_path)[0]
+        with pytest.raises(UserError, match=rf"cut\.json:{place}: cannot be read on: not JSON: \w+"):
+            list(read_source(spec))
+
+
+def test_a_json_file_of_another_encoding_stops_the_run(tmp_path):
+    (tmp_path / "latin.json").write_bytes('[{"text": "Grüße"}]'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.json:1: cannot be read on: 'utf-8' codec can't decode"):
+        list(read_file(tmp_path / "latin.json"))
 
 
 def test_a_large_json_array_is_not_held_as_a_whole(tmp_path):

@@ -20,6 +20,12 @@ def test_a_key_that_is_written_twice_is_refused(text):
         strict_yaml.load(text)
 
 
+def test_a_mapping_may_be_merged_into_another():
+    text = "base: &base {x: 1, y: 2}\nshared:\n  <<: *base\n  y: 3\n"
+    assert strict_yaml.load(text) == yaml.safe_load(text)
+    assert strict_yaml.load(text)["shared"] == {"x": 1, "y": 3}
+
+
 @pytest.mark.parametrize("text", ["[,a]", "{[1]: 2}", "!!python/object/apply:os.system ['true']"])
 def test_what_pyyaml_refuses_is_refused(text):
     with pytest.raises(yaml.YAMLError):

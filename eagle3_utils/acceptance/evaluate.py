@@ -127,17 +127,24 @@ class Evaluation:
             self.stage.log.warning("parity trusts the exported draft: %s", error)
             return self.draft
 
+    @cached_property
+    def corpus(self) -> Path | None:
+        """What the draft was trained on; None, said once, where it is not kept: states and draft are enough here."""
+        path = self.stage.data / "corpus" / "train.parquet"
+        if path.is_file():
+            return path
+        self.stage.log.warning("no %s: the baseline is 0, held-out prompts are not looked for in the corpus", path)
+        return None
+
     def prompts(self, per_source: int, max_new_tokens: int) -> list[Prompt]:
         """Held-out prompts that leave room for an answer; `UserError` when the draft was trained on one of them."""
         room = min(self.config.max_seq_len, self.target.max_position_embeddings) - max_new_tokens
         paths = [runs.resolve_path(path) for path in self.config.prompts]
-        corpus = self.stage.data / "corpus" / "train.parquet"
-        return read_prompts(paths, self.tokenizer, per_source, room, self.config.prompt_sets, corpus)
+        return read_prompts(paths, self.tokenizer, per_source, room, self.config.prompt_sets, self.corpus)
 
     def teacher_forced(self) -> list[SampleCounts]:
         """Counts over the validation store."""
-        records = read_parquet(self.stage.data / "corpus" / "train.parquet")
-        baseline_id = offline.most_frequent_draft_id(self.draft, records)
+        baseline_id = offline.most_frequent_draft_id(self.draft, read_parquet(self.corpus)) if self.corpus else -1
         batches = offline.one_by_one(self.reader, self.config.max_val_samples, self.config.seed)
         total = min(len(self.reader), self.config.max_val_samples)
         progress = self._progress("teacher-forced", total)

@@ -19,8 +19,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from eagle3_utils.corpus.reading.chat import ChatRenderer
+from eagle3_utils.corpus.reading.chat import ChatRenderer, Messages
 from eagle3_utils.corpus.reading.formats import Unusable, to_item
+from eagle3_utils.corpus.reading.shapes import mark
 from eagle3_utils.corpus.reading.sources import read_whole
 from eagle3_utils.errors import UserError, first_line
 from eagle3_utils.runs import resolve_path
@@ -33,7 +34,7 @@ PUBLIC_SETS: dict[str, dict[str, str]] = {
 }
 _COLUMNS = ("messages", "conversations", "conversation", "prompt", "question", "problem", "turns", "instruction")
 _HUMANEVAL_TASK = "Complete this Python function.\n\n```python\n{}\n```"
-_Item = tuple[str, str, str, list[dict[str, Any]]]  # where it stands (file and line), id, source, messages
+_Item = tuple[str, str, str, Messages]  # where it stands (file and line), id, source, messages
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_prompts(
         if max_tokens is None or len(input_ids) <= max_tokens:
             prompts.append(Prompt(prompt_id, source, input_ids))
             counts[source] = counts.get(source, 0) + 1
-            asked[prompt_id] = where, next(turn["content"] for turn in messages if turn["role"] == "user")
+            asked[prompt_id] = where, messages
     if not prompts:
         room = "" if max_tokens is None else f" of at most {max_tokens} tokens"
         raise UserError(f'no held-out prompts (lines with split "eval" or no split){room}', ", ".join(map(str, paths)))
@@ -83,22 +84,23 @@ def read_prompts(
     if times > 1:
         raise UserError(f"two held-out prompts have the id {prompt_id!r}", fix="answers are told apart by it")
     if corpus is not None:
-        _refuse_trained(asked, corpus, tokenizer)
+        _refuse_trained(asked, corpus, renderer)
     return prompts
 
 
-def _refuse_trained(asked: dict[str, tuple[str, str]], corpus: Path, tokenizer: Any) -> None:
+def _refuse_trained(asked: dict[str, tuple[str, Messages]], corpus: Path, renderer: ChatRenderer) -> None:
     """Raise `UserError` when a record of the corpus was made of a prompt: it has its id, and holds its first user turn.
 
-    ``asked``: id → where the prompt stands, its first user turn. An id alone proves nothing: other files count from 0
-    too. A text alone would do, but would mean reading every record.
+    ``asked``: id → where the prompt stands, its messages. An id alone proves nothing: other files count from 0 too. A
+    text alone would do, but would mean reading every record.
     """
+    tokenizer = renderer.tokenizer
     records = pq.read_table(corpus, columns=["id", "input_ids"], filters=[("id", "in", list(asked))])
     trained = set()
     for prompt_id, record_ids in zip(records["id"].to_pylist(), records["input_ids"].to_pylist(), strict=True):
-        where, words = asked[prompt_id]
-        words = tokenizer.decode(tokenizer.encode(words.strip(), add_special_tokens=False))  # as the tokenizer has them
-        if words in tokenizer.decode(record_ids):
+        where, messages = asked[prompt_id]
+        turn = tokenizer.encode(_first_user_turn(messages, renderer), add_special_tokens=False)
+        if tokenizer.decode(turn) in tokenizer.decode(record_ids):  # both as the tokenizer has them
             trained.add(where)
     if trained:
         raise UserError(
@@ -106,6 +108,21 @@ def _refuse_trained(asked: dict[str, tuple[str, str]], corpus: Path, tokenizer: 
             'name other prompts in 05_evaluate_acceptance.prompts; or mark the ones to hold out "split": "eval", the '
             'others "split": "train", and run again from stage 00',
         )  # fmt: skip
+
+
+def _first_user_turn(messages: Messages, renderer: ChatRenderer) -> str:
+    """The first user turn as the template writes it, from the last added token before its words to the first behind.
+
+    Where there is none: from the beginning of the text, to the end of the prompt that is answered.
+    """
+    number = next(number for number, message in enumerate(messages) if message["role"] == "user")
+    text = renderer.prompt(messages[: number + 1])
+    marked = renderer.prompt([*messages[:number], messages[number] | {"content": mark(number, "c")}])
+    before, _, after = marked.partition(mark(number, "c"))
+    added = [str(token) for token in renderer.tokenizer.added_tokens_decoder.values() if str(token).strip()]
+    start = max((before.rfind(token) for token in added), default=0)
+    stops = [after.index(token) + len(token) for token in added if token in after]
+    return text[max(start, 0) : len(text) - len(after) + min(stops, default=len(after))]
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[_Item]:

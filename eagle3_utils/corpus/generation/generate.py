@@ -216,8 +216,8 @@ async def _converse(
     if reply.output_ids is not None:
         response |= {"prompt_ids": prompt_ids, "output_ids": reply.output_ids}
         response |= {"output_spans": spans} if spans else {}
-    response |= {"text": reply.text, "finish_reason": reply.finish_reason}
-    response |= {"unasked_turns": unasked} if (unasked := len(turns) - 1 - number) else {}
+    unasked = len(turns) - 1 - number
+    response |= {"text": reply.text, "finish_reason": reply.finish_reason, "unasked_turns": unasked}
     known = {"reasoning_content": reply.reasoning, "tool_calls": reply.tool_calls}
     known |= {"completion_tokens": reply.completion_tokens} if reply.output_ids is None else {}
     return response | {name: value for name, value in known.items() if value}, replies

@@ -2,8 +2,8 @@
 
 A response is a line of responses.jsonl: the prompt's fields + `text`, `finish_reason` and, where the API returns token
 ids, `prompt_ids` and `output_ids` (with the stop token, if it was generated). `output_spans` says where the earlier
-assistant turns of a conversation stand in the prompt's ids, `unasked_turns` how many turns at its end were never asked.
-`responses.json` beside it says how they were drawn.
+assistant turns of a conversation stand in the prompt's ids, `unasked_turns` how many turns at its end were never asked
+(older lines do not say it). `responses.json` beside it says how they were drawn.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def drop_stale(path: Path, done: dict[str, Response], prompts: Iterable[Prompt])
 
     Returns
     -------
-    How many lines were taken out, by reason. They go to `dropped_responses.jsonl` beside the file, which no stage reads
-    unless `earlier_responses` names it.
+    How many lines were taken out, by reason. They go to a file of the same name in the folder `dropped` beside it, so
+    that `{data}/*.jsonl` as a source leaves them out; `earlier_responses` can name it.
     """
     wanted, stale = {prompt["id"]: prompt for prompt in prompts}, {}
     for name, response in done.items():
@@ -105,7 +105,7 @@ def drop_stale(path: Path, done: dict[str, Response], prompts: Iterable[Prompt])
         elif not answers(response, wanted[name]):
             stale[name] = "prompt changed"
     if stale:
-        aside = path.with_name(f"dropped_{path.name}")
+        aside = path.parent / "dropped" / path.name
         before = aside.read_text() if aside.is_file() else ""
         write_text(aside, before + _lines(done.pop(name) for name in stale))
         shutil.copyfile(path.with_suffix(".json"), aside.with_suffix(".json"))
@@ -179,12 +179,15 @@ def _check_same_model(file: Path, fingerprint: str) -> None:
 
 
 def answers(response: Response, prompt: Prompt) -> bool:
-    """Whether a response belongs to a prompt as it is now, not only to its id: the same turns, the same tools."""
+    """Whether a response belongs to a prompt as it is now, not only to its id: the same turns, the same tools.
+
+    Of a line that does not say how many turns were left unasked, the turns it has must be the prompt's first.
+    """
     asked, turns = (
         [message for message in side["messages"] if message["role"] != "assistant"] for side in (response, prompt)
     )
-    turns = turns[: len(turns) - response.get("unasked_turns", 0)]
-    return asked == turns and response.get("tools") == prompt.get("tools")
+    num_asked = len(turns) - response["unasked_turns"] if "unasked_turns" in response else len(asked)
+    return asked == turns[:num_asked] and response.get("tools") == prompt.get("tools")
 
 
 def in_turns_by_source(prompts: Iterable[Prompt], limit: int | None = None) -> list[Prompt]:

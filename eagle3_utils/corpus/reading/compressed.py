@@ -1,4 +1,7 @@
-"""Plain, gzip and zstd files opened alike, and the errors by which a damaged one gives itself away."""
+"""Plain, gzip and zstd files opened alike, and the errors by which a damaged one gives itself away.
+
+gzip has checksums; zstd frames may have one. Without it damage inside a frame may give other bytes instead of an error.
+"""
 
 from __future__ import annotations
 

@@ -155,7 +155,8 @@ def read_whole(path: Path) -> Iterator[RawRecord]:
 
 def _broken_off(where: str, error: Exception) -> UserError:
     fix = "fetch it again, or keep what stands before this place as a file of its own"
-    return UserError(f"cannot be read on: {first_line(error)[:200]}", where, fix)
+    reason = f"not JSON: {error.msg}" if isinstance(error, json.JSONDecodeError) else first_line(error)[:200]
+    return UserError(f"cannot be read on: {reason}", where, fix)
 
 
 def _read_lines(name: str, file: io.BufferedIOBase) -> Iterator[RawRecord]:
@@ -190,7 +191,10 @@ def _parse_line(name: str, number: int, line: bytes) -> RawRecord:
 
 
 def _read_json(path: Path) -> Iterator[RawRecord]:
-    """An array is read element by element; an object, with or without a list of records in it, as a whole."""
+    """An array is read element by element; an object, with or without a list of records in it, as a whole.
+
+    Raises `UserError` where it is no JSON: unlike a broken line, that hides how many records follow.
+    """
     name, number = str(path), 0
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -204,7 +208,7 @@ def _read_json(path: Path) -> Iterator[RawRecord]:
                 except UnicodeEncodeError:
                     yield RawRecord(name, number, problem="half of a surrogate pair")
     except (OSError, ValueError, RecursionError) as error:
-        yield RawRecord(name, number + 1, problem=f"not JSON: {getattr(error, 'msg', type(error).__name__)}")
+        raise _broken_off(f"{name}:{number + 1}", error) from None
 
 
 def _members(value: Any) -> Iterator[tuple[Any, int, bool]]:

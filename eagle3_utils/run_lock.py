@@ -1,7 +1,7 @@
 """One runner per run folder: the lock, who holds it, and how to end it.
 
-`runner.pid` is locked by the runner at work; the kernel drops the lock when that process dies, however it dies. The
-file has the pid, then the command that goes on with the run (`runs.read_runner`); nothing once all of it is done.
+`runner.pid` (locks.py) has the pid of the runner at work, then the command that goes on with the run
+(`runs.read_runner`); nothing once all of it is done.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 
 from eagle3_utils import runs
 from eagle3_utils.errors import UserError
-
-_FILE = "runner.pid"
+from eagle3_utils.locks import RUNNER, lock_file
 
 
 @contextmanager
@@ -25,12 +24,9 @@ def hold(run_folder: Path, command: str) -> Iterator[None]:
 
     Raises `UserError` when another runner is at work there.
     """
-    with _taken(run_folder) as file:
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n{command}\n")
-        file.flush()
+    with _taken(run_folder, f"{os.getpid()}\n{command}\n"):
         yield
-        file.truncate(0)
+        (run_folder / RUNNER).write_text("")
 
 
 def require_free(run_folder: Path) -> None:
@@ -40,17 +36,17 @@ def require_free(run_folder: Path) -> None:
 
 
 @contextmanager
-def _taken(run_folder: Path) -> Iterator:
+def _taken(run_folder: Path, text: str | None = None) -> Iterator[None]:
     run_folder.mkdir(parents=True, exist_ok=True)
-    with open(run_folder / _FILE, "a+") as file:
-        if not runs.try_lock(file):
-            raise UserError(f"another runner (pid {_pid(file)}) is at work here", str(run_folder))
-        yield file
+    with lock_file(run_folder / RUNNER, text) as holder:
+        if holder is not None:
+            raise UserError(f"another runner (pid {_pid(holder)}) is at work here", str(run_folder))
+        yield
 
 
-def _pid(file) -> int | None:
-    file.seek(0)
-    return int(file.readline().strip() or 0) or None
+def _pid(holder: str) -> int | None:
+    """The pid in a runner's text; None before it has written it."""
+    return int(holder.partition("\n")[0] or 0) or None
 
 
 def stop(run_folder: Path, timeout_seconds: float) -> int:
@@ -59,14 +55,19 @@ def stop(run_folder: Path, timeout_seconds: float) -> int:
     Raises `UserError` when it is no run folder, none is at work there, or it does not end in time.
     """
     runs.require_run_folder(run_folder)
-    with open(run_folder / _FILE, "a+") as file:
-        pid = None if runs.try_lock(file) else _pid(file)
-        if pid is None:
-            raise UserError("no runner is at work here", str(run_folder))
-        os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + timeout_seconds
-        while not runs.try_lock(file):
-            if time.monotonic() > deadline:
-                raise UserError(f"pid {pid} has not ended after {timeout_seconds:.0f} s", str(run_folder))
-            time.sleep(0.5)
+    holder = _holder(run_folder)
+    pid = None if holder is None else _pid(holder)
+    if pid is None:
+        raise UserError("no runner is at work here", str(run_folder))
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_seconds
+    while _holder(run_folder) is not None:
+        if time.monotonic() > deadline:
+            raise UserError(f"pid {pid} has not ended after {timeout_seconds:.0f} s", str(run_folder))
+        time.sleep(0.5)
     return pid
+
+
+def _holder(run_folder: Path) -> str | None:
+    with lock_file(run_folder / RUNNER) as holder:
+        return holder

@@ -8,15 +8,15 @@ outputs. Nothing else makes a stage done: papermill leaves the cells of a killed
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,15 @@ import xxhash
 
 from eagle3_utils.config import STAGES, StageConfig
 from eagle3_utils.errors import UserError
+from eagle3_utils.locks import RUNNER, TRAINING, in_brackets, lock_file
+from eagle3_utils.locks import try_lock as try_lock  # for those that import it from here
 
 # Keys that say how a stage runs, not what it makes: changing them does not undo a finished stage.
 _HOW_KEYS = {"run_dir", "data_root", "port", "startup_timeout_seconds", "server_python", "server_urls",
              "server_dump_dirs", "num_concurrent", "prefetch_batches"}  # fmt: skip
-_IN_DATA_FOLDER = ("corpus", "hidden_states", "draft", "draft.old", "responses.jsonl", "responses.json",
-                   "dropped_responses.jsonl", "dropped_responses.json", "self_made_prompts.jsonl")  # fmt: skip
+_IN_DATA_FOLDER = re.compile(
+    r"corpus|hidden_states|draft(\.old(-\d+)?)?|dropped|responses\.jsonl?|self_made_prompts\.jsonl"
+)
 _VERSIONED = ("sglang", "torch", "transformers", "h5py", "numpy", "eagle3-utils")
 
 
@@ -120,15 +123,6 @@ def read_runner(run_folder: Path) -> tuple[int, str] | None:
     return (int(pid), command.strip()) if pid else None
 
 
-def try_lock(file) -> bool:
-    """Take the lock of an open file or descriptor, held until it is closed; False when another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def is_run_folder(folder: Path) -> bool:
     """Whether a stage has begun there, or a runner."""
     return any((folder / name).exists() for name in ("runner.pid", "runner.log", *STAGES))
@@ -157,16 +151,21 @@ def clean_targets(run_folder: Path, states_only: bool) -> list[tuple[Path, int]]
     """What `eagle3 clean` would remove of a run, each with its bytes.
 
     Of a data folder elsewhere only what a run puts there: the rest of that disk is its owner's. Raises `UserError`
-    for a folder that is no run's, and for one in which a runner is at work.
+    for a folder that is no run's, and for one in which a runner or a training is at work.
     """
     require_run_folder(run_folder)
-    with open(run_folder / "runner.pid", "a+") as file:
-        if not try_lock(file):
-            raise UserError("a runner is at work here", str(run_folder), f"eagle3 stop {run_folder}")
     data = recorded_data(run_folder, next(filter(None, (read_done(run_folder, stage) for stage in STAGES)), None))
+    for lock, what, how in (
+        (run_folder / RUNNER, "a runner", f"eagle3 stop {run_folder}"),
+        (data / "draft" / TRAINING, "a training", "wait for its end, or stop it"),
+    ):
+        with lock_file(lock) if lock.is_file() else nullcontext() as holder:
+            if holder is not None:
+                raise UserError(f"{what}{in_brackets(holder)} is at work here", str(lock.parent), how)
     targets = [data / "hidden_states"]
     if not states_only:
-        elsewhere = [] if data.is_relative_to(run_folder) else [data / name for name in _IN_DATA_FOLDER]
+        elsewhere = [] if data.is_relative_to(run_folder) else sorted(data.iterdir())
+        elsewhere = [path for path in elsewhere if _IN_DATA_FOLDER.fullmatch(path.name)]
         targets = [*elsewhere, run_folder]
     return [(path, _num_bytes(path)) for path in targets if path.exists()]
 
@@ -207,12 +206,15 @@ def output_of(config: StageConfig, stage: str, name: str) -> str:
 
 
 def why_not_current(done: dict, config: StageConfig, inputs: dict[str, str]) -> str | None:
-    """Why a finished stage does not stand for this config and these inputs; None when it does."""
+    """Why a finished stage does not stand for this config and these inputs; None when it does.
+
+    An input that its `DONE.json` does not name counts for nothing: an earlier version did not record it.
+    """
     wanted, had = config_values(config), done["config"]
     for key in sorted(wanted.keys() | had.keys()):
         if wanted.get(key) != had.get(key):
             return f"parameter {key} is now {wanted.get(key)!r}, it was made with {had.get(key)!r}"
-    for name in sorted(inputs.keys() | done["inputs"].keys()):
+    for name in sorted(done["inputs"]):
         if inputs.get(name) != done["inputs"].get(name):
             return f"input {name} is now {inputs.get(name)}, it was made with {done['inputs'].get(name)}"
     return None

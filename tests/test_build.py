@@ -201,6 +201,16 @@ def test_warm_start_reads_a_draft_once_and_says_that_it_keeps_its_vocabulary(exp
     assert "vocabulary of 256 tokens" in said and "draft_vocab_size 100 is not used" in said
 
 
+def test_the_hash_of_init_from_is_of_what_a_warm_start_reads(exported):
+    config = TrainConfig(init_from=str(exported))
+    (before,) = build.init_from_hash(config).items()
+    (exported / "README.md").write_text("a card written later")
+    assert dict([before]) == build.init_from_hash(config)
+    (exported / "config.json").write_text("{}")
+    assert dict([before]) != build.init_from_hash(config)
+    assert build.init_from_hash(TrainConfig()) == build.init_from_hash(TrainConfig(init_from="/no/such")) == {}
+
+
 def test_draft_of_an_mla_target_has_its_own_heads(target):
     text = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432, "kv_lora_rank": 512,
             "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip

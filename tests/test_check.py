@@ -120,6 +120,19 @@ def test_a_short_training_of_our_own_leaves_notes_and_none_or_a_lost_tensor_prob
     assert any(line.startswith("fc.weight is random noise") for line in check_draft(fresh, target, LAYERS))
 
 
+def test_after_many_steps_what_still_looks_untrained_is_a_problem(draft, target, tmp_path):
+    draft = new_draft(TrainConfig(draft_vocab_size=256, init="random"), target, LAYERS, vocab_of(draft))
+    few, many = (export_draft(draft, target, tmp_path / str(steps), steps=steps) for steps in (199, 200))
+    assert check_draft(few, target, LAYERS) == []
+    problems = check_draft(many, target, LAYERS)
+    assert "fc.weight is random noise: it was never trained or never loaded" in problems
+    assert "fc_norm.0.weight is 1 everywhere: it was never trained or never loaded" in problems
+    edit(many, lambda t: t["midlayer.self_attn.q_proj.weight"].add_(torch.ones(64, 128)))
+    review = review_draft(many, target, LAYERS)  # a matrix that moved: small rates leave others behind for long
+    assert "fc.weight is random noise: 200 optimiser steps changed it too little to tell" in review.notes
+    assert review.problems and all("is 1 everywhere: it was never trained" in line for line in review.problems)
+
+
 def test_the_attentions_input_is_untrained_only_when_both_its_halves_are(exported, target, monkeypatch):
     """The embedding half, which a wide target's block lies in, is drawn at random; the other begins as the target's."""
     monkeypatch.setattr(check, "_BLOCK", 64)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ LOG = logging.getLogger("test_checkpoint")
 PART = "part-00-of-01.safetensors"
 
 
+@dataclass
+class Shape:
+    size: int = 4
+
+
 def trained(steps=3, seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 4, bias=False)
+    model.config = Shape()
     optimizer = MasterAdamW(model.parameters())
     for _ in range(steps):
         model.weight.grad = torch.randn(4, 4)
@@ -131,3 +138,14 @@ def test_the_first_other_parameter_is_named():
     made = Position(parameters={"seed": 0, "loss": "soft"})
     assert made.differs_in({"seed": 0, "loss": "hard", "rope": 1}) == "loss"
     assert made.differs_in({"loss": "soft", "rope": None}) is None  # a parameter younger than the checkpoint
+
+
+def test_another_content_of_init_from_is_told_where_both_are_known():
+    assert Position(parameters={"init_from_hash": "a"}).differs_in({"init_from_hash": "b"}) == "init_from_hash"
+    assert Position(parameters={"init_from_hash": "a"}).differs_in({}) is None  # removed since
+    assert Position(parameters={}).differs_in({"init_from_hash": "b"}) is None  # not recorded
+
+
+def test_a_checkpoint_says_the_models_shape(tmp_path):
+    save_three(tmp_path)
+    assert json.loads((tmp_path / "step-000030" / "state.json").read_text())["shape"] == {"size": 4}

@@ -95,6 +95,7 @@ def test_all_ranks_end_when_another_training_is_at_work_and_when_that_ends_begin
 ONE_BF16_STEP = """
 import sys
 import torch
+from dataclasses import make_dataclass
 from pathlib import Path
 from eagle3_utils.draft.training.checkpoint import Position, save_checkpoint
 from eagle3_utils.draft.training.distributed import open_ranks
@@ -103,6 +104,7 @@ from eagle3_utils.draft.training.optimizer import MasterAdamW
 with open_ranks("cpu") as ranks:
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 5, bias=False, dtype=torch.bfloat16)
+    model.config = make_dataclass("Shape", [])()
     if ranks.num_ranks > 1:
         ranks.shard(model)
     optimizer = MasterAdamW(model.parameters(), sum_over_ranks=ranks.sum if ranks.num_ranks > 1 else None)

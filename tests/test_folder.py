@@ -2,28 +2,40 @@
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from draft_runs import folder_of
+from safetensors.torch import load_file
 
+from eagle3_utils.draft.export import export_draft
+from eagle3_utils.draft.train import train
+from eagle3_utils.draft.training.build import draft_of_training
 from eagle3_utils.draft.training.checkpoint import Position, checkpoint_folders, save_checkpoint
 from eagle3_utils.draft.training.distributed import ONE_RANK
-from eagle3_utils.draft.training.folder import checkpoint_to_go_on_from, sole_training
+from eagle3_utils.draft.training.folder import checkpoint_to_go_on_from, keep_finished, sole_training
 from eagle3_utils.draft.training.optimizer import MasterAdamW
 from eagle3_utils.errors import UserError
+from eagle3_utils.runs import data_folder
+from eagle3_utils.target import load_target
+
+pytest_plugins = ["draft_runs"]  # fixtures
 
 LOG = logging.getLogger("test_folder")
 MADE = {"learning_rate": 0.003, "init_from": None, "states": "a"}
 
 
-def leave_checkpoint(folder, finished):
+def leave_checkpoint(folder, finished, **more):
     model = torch.nn.Linear(2, 2)
+    model.config = make_dataclass("Shape", [])()
     save_checkpoint(
-        folder / "checkpoints", model, MasterAdamW(model.parameters()), Position(step=3, parameters=MADE), 1
+        folder / "checkpoints", model, MasterAdamW(model.parameters()), Position(step=3, parameters=MADE | more), 1
     )
     if finished:
         (folder / "report.json").write_text("{}")
@@ -31,7 +43,11 @@ def leave_checkpoint(folder, finished):
 
 
 def go_on(folder, **changes):
-    return checkpoint_to_go_on_from(folder, MADE | changes, ONE_RANK, LOG)
+    """As a training does: what it goes on from; where that is nothing, a finished draft makes room."""
+    found = checkpoint_to_go_on_from(folder, MADE | changes, LOG)
+    if found is None:
+        keep_finished(folder, ONE_RANK, LOG)
+    return found
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -41,17 +57,38 @@ def test_the_same_training_goes_on(finished, tmp_path):
     assert go_on(tmp_path / "other") is None
 
 
-@pytest.mark.parametrize("changes", [{"learning_rate": 0.1}, {"states": "b"}])
-def test_a_finished_draft_gives_way_and_takes_the_place_of_an_older_one(changes, tmp_path, caplog):
-    folder = leave_checkpoint(tmp_path / "draft", finished=True)
-    (tmp_path / "draft.old" / "export").mkdir(parents=True)
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.1}, {"states": "b"}, {"init_from_hash": "b"}])
+def test_a_finished_draft_gives_way_and_is_kept_beside_older_ones(changes, tmp_path, caplog):
+    folder = leave_checkpoint(tmp_path / "draft", finished=True, init_from_hash="a")
+    for older in ("draft.old", "draft.old-2"):
+        (tmp_path / older / "export").mkdir(parents=True)
+    old = tmp_path / "draft.old-3"
     with sole_training(folder, ONE_RANK), caplog.at_level(logging.INFO):
         assert go_on(folder, **changes) is None
-        assert f"moved to {tmp_path / 'draft.old'}, training begins anew" in caplog.text
+        assert "training begins anew" in caplog.text and f"moved to {old}" in caplog.text
         with pytest.raises(UserError, match="is at work here"), sole_training(folder, ONE_RANK):  # the lock stays
             pass
     assert [path.name for path in folder.iterdir()] == ["training.lock"]
-    assert {path.name for path in (tmp_path / "draft.old").iterdir()} == {"checkpoints", "report.json"}
+    assert {path.name for path in old.iterdir()} == {"checkpoints", "report.json"}
+    assert (tmp_path / "draft.old" / "export").is_dir() and (tmp_path / "draft.old-2" / "export").is_dir()
+
+
+def test_a_finished_draft_without_checkpoints_is_kept_too(tmp_path):
+    folder = leave_checkpoint(tmp_path / "draft", finished=True)
+    (folder / "best.safetensors").write_bytes(b"weights")
+    shutil.rmtree(folder / "checkpoints")  # to free the disk
+    with pytest.raises(UserError, match="which init_from names, was left without a whole checkpoint"):
+        go_on(folder, init_from=str(folder))
+    assert go_on(folder) is None
+    assert (tmp_path / "draft.old" / "best.safetensors").read_bytes() == b"weights"
+    assert list(folder.iterdir()) == []
+
+
+def test_looking_for_a_checkpoint_moves_nothing(tmp_path):
+    """The new training may yet fail before it begins."""
+    folder = leave_checkpoint(tmp_path / "draft", finished=True)
+    assert checkpoint_to_go_on_from(folder, MADE | {"learning_rate": 0.1}, LOG) is None
+    assert (folder / "report.json").is_file()
 
 
 def test_an_unfinished_one_does_not_and_what_to_do_is_said(tmp_path):
@@ -63,6 +100,9 @@ def test_an_unfinished_one_does_not_and_what_to_do_is_said(tmp_path):
     with pytest.raises(UserError, match="begun on other hidden states") as error:
         go_on(folder, states="b")
     assert error.value.fix == f"to train on these remove {folder}"
+    other = leave_checkpoint(tmp_path / "other", finished=False, init_from_hash="a")
+    with pytest.raises(UserError, match="begun when init_from held another draft than now\n  to go on put the earlier"):
+        go_on(other, init_from_hash="b")
     assert len(checkpoint_folders(folder / "checkpoints")) == 1
 
 
@@ -71,6 +111,52 @@ def test_a_draft_that_the_new_training_begins_with_stays_where_it_is(tmp_path):
     with pytest.raises(UserError, match="which init_from names"):
         go_on(folder, init_from=str(folder / "checkpoints" / "step-000003"))
     assert len(checkpoint_folders(folder / "checkpoints")) == 1
+
+
+def weights_of(config):
+    newest = checkpoint_folders(folder_of(config) / "checkpoints")[-1]
+    return load_file(newest / "part-00-of-01.safetensors").values()  # weights, moments, random state
+
+
+def test_a_finished_draft_stays_when_the_training_after_it_cannot_begin(make_config):
+    config = make_config(epochs=1.0)
+    train(config)
+    with pytest.raises(UserError, match=r"no config\.json"):
+        train(make_config(epochs=1.0, init_from="/no/such/draft"))
+    assert (folder_of(config) / "report.json").is_file()
+
+
+def test_init_from_is_known_by_its_content_and_needed_only_to_begin(make_config, tmp_path):
+    """Changed, the finished draft gives way and an unfinished one stops the run; removed, training goes on."""
+    first, source = make_config("first", epochs=1.0, intermediate_size=96), tmp_path / "source"
+    model, _ = train(first)
+    target = load_target(first.model)
+    export_draft(model, target, source)
+    warm = {"epochs": 1.0, "init_from": str(source)}
+    whole, halves = make_config("whole", **warm), make_config("halves", **warm)
+    train(whole)
+
+    def stop_at_two(**fields):
+        if fields["done"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(halves, progress=stop_at_two)
+    shutil.move(source, tmp_path / "away")
+    trained, _ = train(halves)
+    assert all(torch.equal(a, b) for a, b in zip(*map(weights_of, (whole, halves)), strict=True))
+    again = draft_of_training(halves, data_folder(halves))
+    assert again.config == trained.config and again.config.intermediate_size == 96
+    with torch.no_grad():
+        model.fc.weight.mul_(2)
+    export_draft(model, target, source)
+    with pytest.raises(KeyboardInterrupt):
+        train(whole, progress=stop_at_two)  # begun anew
+    assert (folder_of(whole).with_name("draft.old") / "report.json").is_file()
+    shutil.rmtree(source)
+    shutil.move(tmp_path / "away", source)
+    with pytest.raises(UserError, match="begun when init_from held another draft than now"):
+        train(whole)
 
 
 HOLD = """

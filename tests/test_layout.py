@@ -13,7 +13,7 @@ from eagle3_utils.runs import repo_root
 
 PACKAGE = repo_root() / "eagle3_utils"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "config", "parameter_types", "strict_yaml", "runs", "target", "example_target", "devices"}
+BASE = {"errors", "config", "parameter_types", "strict_yaml", "runs", "locks", "target", "example_target", "devices"}
 MAY_IMPORT = {
     "corpus": set(),
     "serving": set(),
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "plots": {"corpus", "serving", "states", "draft", "acceptance", "stats"},
     "errors": set(),
     "devices": set(),
+    "locks": set(),
     "config": set(),
     "runs": set(),
     "example_target": set(),

@@ -10,6 +10,7 @@ import pytest
 from eagle3_utils import runs
 from eagle3_utils.config import InspectConfig, TrainConfig
 from eagle3_utils.errors import UserError
+from eagle3_utils.locks import lock_file
 
 
 @pytest.fixture
@@ -117,6 +118,16 @@ def test_clean_leaves_what_is_not_the_runs_in_a_data_folder_elsewhere(tmp_path):
     assert [path.name for path in (tmp_path / "large-disk").iterdir()] == ["other.txt"]
 
 
+def test_clean_takes_every_kept_draft_of_a_data_folder_elsewhere_and_none_that_only_sounds_like_one(tmp_path):
+    data = tmp_path / "large-disk"
+    stage = run_with(tmp_path, data)
+    kept = ["draft", "draft.old", "draft.old-12", "draft.old-2", "dropped", "hidden_states"]
+    for name in (*kept, "draft.old-mine", "drafts"):
+        (data / name).mkdir(exist_ok=True)
+    targets = [path for path, _ in runs.clean_targets(stage.run_folder, states_only=False)]
+    assert targets == [*(data / name for name in kept), stage.run_folder]
+
+
 def test_clean_of_a_copied_run_leaves_the_originals_data_alone(tmp_path):
     stage = run_with(tmp_path)
     copy = shutil.copytree(stage.run_folder, tmp_path / "copy")
@@ -132,4 +143,8 @@ def test_clean_refuses_a_folder_that_is_no_runs_and_one_at_work(tmp_path):
         assert runs.try_lock(file)
         with pytest.raises(UserError, match="a runner is at work here"):
             runs.clean_targets(stage.run_folder, states_only=True)
+    (stage.data / "draft").mkdir()
+    by_hand = lock_file(stage.data / "draft" / "training.lock", "pid 7 on a node")  # a torchrun's
+    with by_hand, pytest.raises(UserError, match=r"a training \(pid 7 on a node\) is at work here"):
+        runs.clean_targets(stage.run_folder, states_only=True)
     assert runs.clean_targets(stage.run_folder, states_only=True)

@@ -123,7 +123,7 @@ def test_with_other_parameters_a_finished_draft_gives_way_and_an_unfinished_one_
     folder = folder_of(make_config())
     with caplog.at_level(logging.INFO):
         _, report = train(make_config(epochs=1.0, learning_rate=1e-4))
-    assert "was made with learning_rate = 0.003, now it is 0.0001: moved to" in caplog.text
+    assert "was made with learning_rate = 0.003, now it is 0.0001: training begins anew" in caplog.text
     assert report.steps == 4
     for draft, rate in ((folder, 1e-4), (folder.with_name("draft.old"), 3e-3)):
         assert max(entry["learning_rate"] for entry in read_journal(draft, "train")) == rate
@@ -145,6 +145,7 @@ def test_a_training_begun_anew_is_not_taken_for_the_finished_one_before_it(make_
     """All its checkpoints are gone or damaged, its report is not."""
     config = make_config(epochs=1.0)
     train(config)
+    best = (folder_of(config) / BEST_WEIGHTS).read_bytes()
     for path in checkpoint_folders(folder_of(config) / "checkpoints"):
         (path / "state.json").unlink()
 
@@ -154,6 +155,7 @@ def test_a_training_begun_anew_is_not_taken_for_the_finished_one_before_it(make_
     with pytest.raises(KeyboardInterrupt):
         train(config, progress=stop)
     assert not (folder_of(config) / "report.json").exists()
+    assert (folder_of(config).with_name("draft.old") / BEST_WEIGHTS).read_bytes() == best
 
 
 def test_one_training_at_a_time_in_a_folder(make_config):

@@ -25,8 +25,8 @@ import yaml
 from eagle3_utils.config import TrainConfig
 from eagle3_utils.draft.metrics import StepCounts
 from eagle3_utils.draft.network import DraftModel
+from eagle3_utils.draft.training import build
 from eagle3_utils.draft.training.batch_runner import BatchRunner, PlannedBatch
-from eagle3_utils.draft.training.build import corpus_vocab, new_draft, token_counts, typical_rms
 from eagle3_utils.draft.training.checkpoint import (
     BEST_WEIGHTS,
     Position,
@@ -36,7 +36,13 @@ from eagle3_utils.draft.training.checkpoint import (
     save_weights,
 )
 from eagle3_utils.draft.training.distributed import Ranks, open_ranks
-from eagle3_utils.draft.training.folder import CHECKPOINTS, REPORT, checkpoint_to_go_on_from, sole_training
+from eagle3_utils.draft.training.folder import (
+    CHECKPOINTS,
+    REPORT,
+    checkpoint_to_go_on_from,
+    keep_finished,
+    sole_training,
+)
 from eagle3_utils.draft.training.journal import Journal
 from eagle3_utils.draft.training.optimizer import MasterAdamW, cosine_with_warmup
 from eagle3_utils.draft.training.pace import Pace, progress_of
@@ -76,9 +82,9 @@ def train(
 ) -> tuple[DraftModel, TrainReport]:
     """Train to the end, from the newest whole checkpoint if there is one.
 
-    Reads `hidden_states/{train,val}` under the run's data folder, writes `draft/`; a finished draft of other parameters
-    or states is moved to `draft.old`. progress: called with done, total, unit, rate and more, as `Stage.progress`.
-    Returns the best model by validated accept length.
+    Reads `hidden_states/{train,val}` under the run's data folder, writes `draft/`; where training begins anew, a
+    finished draft is kept as `draft.old` (or `draft.old-2` …). progress: called with done, total, unit, rate and more,
+    as `Stage.progress`. Returns the best model by validated accept length.
     Raises `UserError` when another training is at work there, on parameters that differ from an unfinished training's,
     and on too many non-finite steps in a row; KeyboardInterrupt after a signal, once the checkpoint is written.
     """
@@ -105,9 +111,13 @@ class Trainer:
         reader = train_data.reader
         self.schedule = StepSchedule(train_data, config.batches_per_step // ranks.num_ranks, config.epochs)
         self.total_steps = self.schedule.total_steps()
-        counts, all_counts = token_counts(reader, self.target)
-        vocab = corpus_vocab(counts, self.target, config.draft_vocab_size, all_counts)
-        self.model = new_draft(config, self.target, reader.meta.aux_layers, vocab, typical_rms(reader)).place(
+        counts, all_counts = build.token_counts(reader, self.target)
+        vocab = build.corpus_vocab(counts, self.target, config.draft_vocab_size, all_counts)
+        wanted = self._decisive() | {"states": reader.content_hash()} | build.init_from_hash(config)
+        found = checkpoint_to_go_on_from(self.folder, wanted, log)
+        start = build.without_lost_init_from(config, self.folder) if found else config
+        rms = build.typical_rms(reader)
+        self.model = build.new_draft(start, self.target, reader.meta.aux_layers, vocab, rms).place(
             ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32, config.frozen_on_host
         )
         if self.sharded:
@@ -116,8 +126,8 @@ class Trainer:
             self.model.parameters(), config.weight_decay, config.max_grad_norm,
             sum_over_ranks=ranks.sum if self.sharded else None,
         )  # fmt: skip
-        self.position = Position(parameters=self._decisive() | {"states": reader.content_hash()})
-        self._resume()
+        self.position = Position(parameters=wanted)
+        self._begin(found)
         teacher = Teacher.for_model(self.model, self.target, config.frozen_on_host)
         self.runner = BatchRunner(self.model, teacher, config, int(counts.argmax()))
         train_data.prepare = self.val_data.prepare = self.runner.prepare
@@ -260,10 +270,10 @@ class Trainer:
         """Parameters that decide what is learnt."""
         return {key: value for key, value in config_values(self.config).items() if key not in _FREE}
 
-    def _resume(self) -> None:
-        """Go on from the newest whole checkpoint, whose vocabulary is kept; see folder.py."""
-        found = checkpoint_to_go_on_from(self.folder, self.position.parameters, self.ranks, self.log)
+    def _begin(self, found: tuple[Path, Position] | None) -> None:
+        """Go on from a checkpoint, whose vocabulary is kept, or anew where there is none; see folder.py."""
         if found is None:
+            keep_finished(self.folder, self.ranks, self.log)
             return
         path, self.position = found
         load_checkpoint(path, self.model, self.optimizer)

@@ -112,9 +112,10 @@ class PackedDataset:
     Parameters
     ----------
     max_tokens : tokens per batch, at most; no sample may be longer (`UserError`).
-    seed, rank, num_ranks : every rank gets the same number of batches, from one plan made of seed and epoch.
-    multiple_of : of what an epoch's batches are a multiple; with the same number, any number of ranks that divides it
-        shares the same batches. Default: num_ranks.
+    seed, rank, num_ranks : the ranks share the batches of one plan, made of seed and epoch.
+    multiple_of : of what an epoch's batches are a multiple; the batches are the same for any number of ranks. Where
+        that divides it, every rank gets as many; else (1, say, for validation) one may have one less, or none.
+        Default: num_ranks.
     shuffle : false for validation: the same order in every epoch.
     prefetch : batches read ahead by a background thread.
     prepare : called there with every batch; what it returns is handed out.
@@ -156,7 +157,7 @@ class PackedDataset:
         return batches[self.rank :: self.num_ranks]
 
     def num_batches(self, epoch: int) -> int:
-        """Batches of this rank in an epoch (the same for every rank; it may differ by a few between epochs)."""
+        """Batches of this rank in an epoch (see `multiple_of`; it may differ by a few between epochs)."""
         return len(self.plan(epoch))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PackedBatch]:

@@ -21,11 +21,17 @@ from eagle3_utils.draft.export import MLA_WIDTHS
 from eagle3_utils.draft.layouts import draft_to_train
 from eagle3_utils.draft.modules.rope import SERVED_KINDS, why_served_otherwise
 from eagle3_utils.draft.network import DraftConfig, DraftModel
-from eagle3_utils.draft.training.checkpoint import BEST_WEIGHTS, checkpoint_weights
+from eagle3_utils.draft.training.checkpoint import (
+    BEST_WEIGHTS,
+    INIT_FROM_HASH,
+    checkpoint_weights,
+    newest_whole_checkpoint,
+)
+from eagle3_utils.draft.training.folder import CHECKPOINTS
 from eagle3_utils.draft.training.initial import initialise
 from eagle3_utils.draft.vocab import VocabMap, build_draft_vocab, count_tokens
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import read_json, resolve_path
+from eagle3_utils.runs import hash_files, read_json, resolve_path
 from eagle3_utils.states.reader import StoreReader
 from eagle3_utils.target import Target, added_token_ids, load_embed_tokens, load_target, stop_ids_of
 
@@ -136,6 +142,24 @@ def _checkpoint_shape(state: dict[str, Any], target: Target, wanted: DraftConfig
     return replace(wanted, rope=rope, norm_output=norm_output)
 
 
+def init_from_hash(config: TrainConfig) -> dict[str, str]:
+    """Of what a warm start reads of `init_from`, under its name in `Position`; empty when there is none (any more)."""
+    if config.init_from is None or not (folder := resolve_path(config.init_from)).is_dir():
+        return {}
+    names, kinds = ("config.json", "state.json"), (".safetensors", ".bin")
+    read = [path for path in folder.iterdir() if path.name in names or path.suffix in kinds]
+    return {INIT_FROM_HASH: hash_files(read)}
+
+
+def without_lost_init_from(config: TrainConfig, draft_folder: Path) -> TrainConfig:
+    """The same parameters to build the draft of a training that has begun: where `init_from` has been removed since,
+    the newest whole checkpoint stands for it, which has the same shape and vocabulary."""
+    if config.init_from is None or resolve_path(config.init_from).is_dir():
+        return config
+    found = newest_whole_checkpoint(draft_folder / CHECKPOINTS, logger)
+    return config if found is None else config.model_copy(update={"init_from": str(found[0])})
+
+
 def token_counts(reader: StoreReader, target: Target) -> tuple[np.ndarray, np.ndarray]:
     """How often each token is predicted in a store, and how often it stands anywhere: two int64 [V]."""
     stored = (reader.index_arrays(index) for index in reader.in_stored_order())  # no states: terabytes
@@ -193,6 +217,7 @@ def draft_of_training(config: TrainConfig, data: Path) -> DraftModel:
     target = load_target(config.model, config.trust_remote_code)
     tensors = load_file(data / "draft" / BEST_WEIGHTS)
     layers = StoreReader(data / "hidden_states" / "val").meta.aux_layers
+    config = without_lost_init_from(config, data / "draft")
     return _from_tensors(tensors, target, shape_to_train(config, target, layers)).eval()
 
 

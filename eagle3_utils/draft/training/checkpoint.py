@@ -26,6 +26,7 @@ from eagle3_utils.draft.training.optimizer import sharded_like
 from eagle3_utils.errors import UserError
 from eagle3_utils.runs import hash_files, sync, write_json
 
+INIT_FROM_HASH = "init_from_hash"  # a parameter's name; checkpoints made before it was recorded lack it
 BEST_WEIGHTS = "best.safetensors"  # the weights with the longest validated accept length
 
 
@@ -44,8 +45,12 @@ class Position:
     parameters: dict[str, Any] = field(default_factory=dict)  # those that decide what the training makes
 
     def differs_in(self, wanted: dict[str, Any]) -> str | None:
-        """The first of the parameters wanted that has another value here; None when all are the same."""
-        return next((key for key, value in wanted.items() if self.parameters.get(key) != value), None)
+        """The first of the parameters wanted that has another value here; None when all are the same.
+
+        One that is not here counts as None, the hash of `init_from` as the one wanted.
+        """
+        had = {INIT_FROM_HASH: wanted.get(INIT_FROM_HASH)} | self.parameters
+        return next((key for key, value in wanted.items() if had.get(key) != value), None)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -63,6 +68,7 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint atomically and delete the oldest beyond `keep`; all ranks call it. Returns its folder.
 
+    model: its `config`, a dataclass, is its shape.
     Those of later steps are deleted too: training went on from this side of them, so they are damaged. So is what a
     kill left of others half written.
     """
@@ -88,8 +94,8 @@ def save_checkpoint(
         files = {note.with_suffix(".safetensors").name: note.read_text() for note in notes}
         for note in notes:
             note.unlink()
-        shape = {"shape": asdict(model.config)} if hasattr(model, "config") else {}  # for a warm start from here
-        write_json(temporary / "state.json", asdict(position) | shape | {"files": files})
+        shape = asdict(model.config)  # for a warm start from here
+        write_json(temporary / "state.json", asdict(position) | {"shape": shape, "files": files})
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         sync(final.parent)

@@ -1,4 +1,4 @@
-"""Lock files: one process at a time at work in a folder, and who it is.
+"""Who is at work: lock files, of one process at a time in a folder, and whether a process of another time still lives.
 
 The process at work holds the lock of the file, and its text says who that is. The kernel drops the lock when the
 process dies, however it dies; the text stays.
@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 RUNNER = "runner.pid"  # of `eagle3 run`, in its run folder
 TRAINING = "training.lock"  # of a training's first rank, in its draft's folder
+CLOCK_SECONDS = 2.0  # by which a process's start, counted from the boot, and the wall clock may differ
 
 
 def try_lock(file) -> bool:
@@ -45,3 +48,11 @@ def lock_file(path: Path, text: str | None = None) -> Iterator[str | None]:
 def in_brackets(holder: str) -> str:
     """Who holds a lock, for a sentence: the first line of its text; nothing as long as it has written none."""
     return f" ({holder.splitlines()[0]})" if holder else ""
+
+
+def is_same_process(pid: int, began: float, clock_seconds: float = CLOCK_SECONDS) -> bool:
+    """Whether the process that had a pid at a time still has it: not one that was given its number later."""
+    try:
+        return psutil.Process(pid).create_time() <= began + clock_seconds
+    except psutil.NoSuchProcess:
+        return False

@@ -26,7 +26,6 @@ import xxhash
 from eagle3_utils.config import STAGES, StageConfig
 from eagle3_utils.errors import UserError
 from eagle3_utils.locks import RUNNER, TRAINING, in_brackets, lock_file
-from eagle3_utils.locks import try_lock as try_lock  # for those that import it from here
 
 # Keys that say how a stage runs, not what it makes: changing them does not undo a finished stage.
 _HOW_KEYS = {"run_dir", "data_root", "port", "startup_timeout_seconds", "server_python", "server_urls",

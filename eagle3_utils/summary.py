@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from eagle3_utils import runs
 from eagle3_utils.config import STAGES
 from eagle3_utils.draft import card
+from eagle3_utils.locks import RUNNER, is_same_process
 
 WHERE = "report, notebooks"  # label of the row that says where they are
+_CLOCK_SECONDS = 1.0
 
 
 def result_rows(run_folder: Path) -> list[tuple[str, str]]:
@@ -52,7 +52,8 @@ def stage_rows(run_folder: Path) -> list[dict[str, Any]]:
         if done:
             rows.append({"stage": stage, "state": "done", "wall_seconds": done["wall_seconds"]})
         elif progress:
-            state = "running" if _works(progress["pid"], progress["started"]) else "stopped"
+            works = is_same_process(progress["pid"], progress["started"], _CLOCK_SECONDS)
+            state = "running" if works else "stopped"
             rows.append(progress | {"state": state, "age_seconds": round(time.time() - progress["updated"], 1)})
         elif (run_folder / stage / "parameters.yaml").is_file():  # begun by the runner, not yet by the notebook
             rows.append({"stage": stage, "state": "running" if runner_works else "stopped"})
@@ -111,12 +112,4 @@ def short_path(path: Path) -> Path:
 
 def _runner_works(run_folder: Path) -> bool:
     runner = runs.read_runner(run_folder)
-    return runner is not None and _works(runner[0], (run_folder / "runner.pid").stat().st_mtime)
-
-
-def _works(pid: int, began: float) -> bool:
-    """Whether the process that began something is still there: not one that was given its number later."""
-    try:
-        return psutil.Process(pid).create_time() <= began + 1.0
-    except psutil.NoSuchProcess:
-        return False
+    return runner is not None and is_same_process(runner[0], (run_folder / RUNNER).stat().st_mtime, _CLOCK_SECONDS)

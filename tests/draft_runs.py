@@ -1,6 +1,7 @@
 """Fixtures of the tests that train: stores of a tiny target's greedy text with its real states, and configs on them."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 
 from eagle3_utils.config import TrainConfig
+from eagle3_utils.draft.train import train
 from eagle3_utils.draft.training.journal import read_journal
 from eagle3_utils.runs import data_folder
 from eagle3_utils.states.store import Sample, StoreMeta, StoreWriter
@@ -75,6 +77,17 @@ def config_on(states, tiny_llama, run_folder, **changes):
 def folder_of(config):
     """The draft folder of a run."""
     return data_folder(config) / "draft"
+
+
+def train_until(config, step):
+    """Train until a SIGTERM right after a step ends it."""
+
+    def stop(**fields):
+        if fields["done"] == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, progress=stop)
 
 
 def run_on_two_ranks(config, path):

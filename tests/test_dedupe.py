@@ -32,16 +32,21 @@ def jaccard(left: list[str], right: list[str]) -> float:
     return len(a & b) / len(a | b)
 
 
+def assert_near(original, changed, between, found):
+    """Whether two lists of words are near duplicates, by their shingles and as texts with something between words."""
+    assert (jaccard(original, changed) >= 0.8) == found
+    index = NearDuplicates(0.8)
+    assert index.find_or_add("first", between.join(original)) is None
+    assert index.find_or_add("second", between.join(changed)) == ("first" if found else None)
+
+
 @pytest.mark.parametrize("num_changed, found", [(0, True), (1, True), (12, False)])
 def test_near_duplicates_by_the_share_of_common_shingles(num_changed, found):
     original = sentence(1, 200)
     changed = list(original)
     for i in range(num_changed):
         changed[8 + 15 * i] = "changed"
-    assert (jaccard(original, changed) >= 0.8) == found
-    index = NearDuplicates(0.8)
-    assert index.find_or_add("first", " ".join(original)) is None
-    assert index.find_or_add("second", " ".join(changed)) == ("first" if found else None)
+    assert_near(original, changed, " ", found)
 
 
 def test_different_texts_are_all_kept():
@@ -93,10 +98,7 @@ def test_near_duplicates_of_chinese_text(num_changed, found):
     changed = list(original)
     for i in range(num_changed):
         changed[8 + 9 * i] = "变"
-    assert (jaccard(original, changed) >= 0.8) == found
-    index = NearDuplicates(0.8)
-    assert index.find_or_add("first", "".join(original)) is None
-    assert index.find_or_add("second", "".join(changed)) == ("first" if found else None)
+    assert_near(original, changed, "", found)
 
 
 def test_a_short_evaluation_prompt_leaks_only_as_a_whole_turn():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_runs import folder_of
+from draft_runs import folder_of, train_until
 from safetensors.torch import load_file
 
 from eagle3_utils.draft.export import export_draft
@@ -136,12 +136,7 @@ def test_init_from_is_known_by_its_content_and_needed_only_to_begin(make_config,
     whole, halves = make_config("whole", **warm), make_config("halves", **warm)
     train(whole)
 
-    def stop_at_two(**fields):
-        if fields["done"] == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(halves, progress=stop_at_two)
+    train_until(halves, 2)
     shutil.move(source, tmp_path / "away")
     trained, _ = train(halves)
     assert all(torch.equal(a, b) for a, b in zip(*map(weights_of, (whole, halves)), strict=True))
@@ -150,8 +145,7 @@ def test_init_from_is_known_by_its_content_and_needed_only_to_begin(make_config,
     with torch.no_grad():
         model.fc.weight.mul_(2)
     export_draft(model, target, source)
-    with pytest.raises(KeyboardInterrupt):
-        train(whole, progress=stop_at_two)  # begun anew
+    train_until(whole, 2)  # begun anew
     assert (folder_of(whole).with_name("draft.old") / "report.json").is_file()
     shutil.rmtree(source)
     shutil.move(tmp_path / "away", source)

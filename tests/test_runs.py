@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from eagle3_utils import runs
+from eagle3_utils import locks, runs
 from eagle3_utils.config import InspectConfig, TrainConfig
 from eagle3_utils.errors import UserError
 from eagle3_utils.locks import lock_file
@@ -140,7 +140,7 @@ def test_clean_refuses_a_folder_that_is_no_runs_and_one_at_work(tmp_path):
         runs.clean_targets(tmp_path, states_only=False)
     stage = run_with(tmp_path)
     with open(stage.run_folder / "runner.pid", "a") as file:
-        assert runs.try_lock(file)
+        assert locks.try_lock(file)
         with pytest.raises(UserError, match="a runner is at work here"):
             runs.clean_targets(stage.run_folder, states_only=True)
     (stage.data / "draft").mkdir()

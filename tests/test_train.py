@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_runs import LAYERS, PROMPT, folder_of
+from draft_runs import LAYERS, PROMPT, folder_of, train_until
 from safetensors.torch import load_file
 
 from eagle3_utils.acceptance.speculate import load_reference_model, speculative_decode
@@ -62,12 +62,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(cut_short, make_config
     whole, halves = make_config("whole"), make_config("halves")
     train(whole)
 
-    def stop_after_five(**fields):
-        if fields["done"] == 5:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(halves, progress=stop_after_five)
+    train_until(halves, 5)
     newest = checkpoint_folders(folder_of(halves) / "checkpoints")[-1]
     assert newest.name == "step-000005"
     if cut_short:
@@ -90,18 +85,13 @@ def test_a_stop_is_heeded_before_a_validation_and_after_the_last_one(make_config
     real, written = BatchRunner.validate, []
     folder = folder_of(config)
 
-    def stop_at_two(**fields):
-        if fields["done"] == 2:
-            signal.raise_signal(signal.SIGTERM)
-
     def stop_in_the_last_one(self, data, ranks, want_overlap=False):
         written.append(checkpoint_folders(folder / "checkpoints")[-1].name)
         if want_overlap:
             signal.raise_signal(signal.SIGINT)
         return real(self, data, ranks, want_overlap)
 
-    with pytest.raises(KeyboardInterrupt):
-        train(config, progress=stop_at_two)
+    train_until(config, 2)
     assert checkpoint_folders(folder / "checkpoints")[-1].name == "step-000002"
     assert read_journal(folder, "validation") == []
     monkeypatch.setattr(BatchRunner, "validate", stop_in_the_last_one)
@@ -128,12 +118,7 @@ def test_with_other_parameters_a_finished_draft_gives_way_and_an_unfinished_one_
     for draft, rate in ((folder, 1e-4), (folder.with_name("draft.old"), 3e-3)):
         assert max(entry["learning_rate"] for entry in read_journal(draft, "train")) == rate
 
-    def stop_at_two(**fields):
-        if fields["done"] == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(make_config(epochs=1.0), progress=stop_at_two)
+    train_until(make_config(epochs=1.0), 2)
     with pytest.raises(
         UserError, match=r"unfinished training is here, made with learning_rate = 0\.003, now it is 0\."
     ):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eagle3_utils.devices import one_torch_thread
-from eagle3_utils.draft.boundaries import are_layer_ids, aux_layers_of, layer_ids_for, states_given
+from eagle3_utils.draft.boundaries import are_layer_ids, aux_layers_of, states_given
 from eagle3_utils.draft.export import ARCHITECTURES, LAYER_IDS, SHAPE_KEYS, draft_config_of
 from eagle3_utils.draft.layouts import DraftFiles, read_draft_files
 from eagle3_utils.draft.modules.rope import why_served_otherwise
@@ -89,7 +89,7 @@ def _check_layers(files: DraftFiles, target: Target, trained: list[int] | None, 
     """Which layers this target's own class will capture, beside those of training and the width of `fc`."""
     ids = (files.values.get("eagle_config") or {}).get(LAYER_IDS)
     if files.boundaries is not None:
-        ids = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
+        ids = files.ids_for(target)
         review.problems.append(
             f"layer ids {files.boundaries} stand outside eagle_config and count what enters a layer: for "
             f"{target.architecture} write eagle_config.{LAYER_IDS} = {ids}"

@@ -57,6 +57,15 @@ class DraftFiles:
     notes: list[str] = field(default_factory=list)
     unlike: str | None = None
 
+    def found_unlike(self, problem: str) -> None:
+        """A problem for which nobody can go on training it either."""
+        self.unlike = problem
+        self.problems.append(problem)
+
+    def ids_for(self, target: Target) -> list[int]:
+        """`boundaries` as the layer ids by which this target's class captures the same states."""
+        return layer_ids_for(target, [boundary - 1 for boundary in self.boundaries])
+
 
 def read_draft_files(folder: Path) -> DraftFiles:
     """Read and recognise a draft folder. Raises `UserError` when it is damaged, or no EAGLE draft of a known layout."""
@@ -92,8 +101,7 @@ def draft_to_train(folder: Path, target: Target) -> tuple[DraftConfig, dict[str,
         raise UserError("no *.safetensors and no *.bin: no weights to go on from", str(folder))
     values = files.values
     if files.boundaries is not None:
-        ids = layer_ids_for(target, [boundary - 1 for boundary in files.boundaries])
-        values = values | {"eagle_config": {LAYER_IDS: ids}}
+        values = values | {"eagle_config": {LAYER_IDS: files.ids_for(target)}}
     shape = draft_config_of(values, target)
     return shape, with_vocab(files.tensors, shape, folder)
 
@@ -102,8 +110,7 @@ def _sglang(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DraftFi
     ours = "num_aux_hidden_states" in values
     found = DraftFiles("sglang" if ours else "sglang (SpecForge or alike)", values, _renamed(tensors))
     if not isinstance(values.get("eagle_config", {}), dict):
-        found.unlike = f"eagle_config is {values['eagle_config']!r}, no object: SGLang would not start"
-        found.problems.append(found.unlike)
+        found.found_unlike(f"eagle_config is {values['eagle_config']!r}, no object: SGLang would not start")
         found.values = values | {"eagle_config": {}}
     elif not ours and values.get("eagle_config", {}).get(LAYER_IDS) is None:
         found.notes.append(f"no eagle_config.{LAYER_IDS}: SGLang captures its default layers, as SpecForge trains on")
@@ -120,17 +127,14 @@ def _speculators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dr
         f"flatten it and write architecture {LLAMA}"
     )
     if values.get("norm_before_residual", True):
-        found.unlike = (
+        found.found_unlike(
             "norm_before_residual: the residual is the normed state, SGLang's class adds the raw one: acceptance would "
             "collapse; it must be trained again without it"
         )
-        found.problems.append(found.unlike)
     if values.get("norm_before_fc"):
-        found.unlike = "norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have"
-        found.problems.append(found.unlike)
+        found.found_unlike("norm_before_fc: one norm over all auxiliary states, which SGLang's class does not have")
     if not (found.boundaries is None or are_layer_ids(found.boundaries)):
-        found.unlike = f"{LAYER_IDS} {found.boundaries!r} are no list of whole numbers: nothing could serve it"
-        found.problems.append(found.unlike)
+        found.found_unlike(f"{LAYER_IDS} {found.boundaries!r} are no list of whole numbers: nothing could serve it")
         found.boundaries = None
     elif found.boundaries is None:
         found.notes.append(f"no {LAYER_IDS}: vLLM and SGLang both capture what enters layers 2, n/2 and n-3")

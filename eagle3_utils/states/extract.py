@@ -22,7 +22,7 @@ from pathlib import Path
 from eagle3_utils.config import ExtractConfig
 from eagle3_utils.devices import one_torch_thread
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import try_lock
+from eagle3_utils.locks import try_lock
 from eagle3_utils.states.extraction.connection import Connection, ServerBrokeOff, ServerUnreachable, generate_body
 from eagle3_utils.states.extraction.dump import BadDump, file_name_of, share_staging, staged_sample, sweep, wait_for
 from eagle3_utils.states.extraction.pool import Pool, Task, Worker, in_buckets

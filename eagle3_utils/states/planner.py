@@ -22,13 +22,13 @@ from eagle3_utils.runs import data_folder, read_json, resolve_path
 from eagle3_utils.serving.probe import probe_path
 from eagle3_utils.states.shards.builders import processes_for
 from eagle3_utils.states.sizes import (
-    STAGING_SHARES,
     CorpusNumbers,
     codec_table,
     dump_bytes_per_token,
     format_bytes,
     format_codec,
     shard_limit,
+    staging_needed,
 )
 from eagle3_utils.states.store import num_open_shards
 from eagle3_utils.target import EXAMPLE_FOLDER, load_target
@@ -145,7 +145,7 @@ def plan(
         disk_free_bytes=free,
         disk_needed_bytes=needed,
         num_shards=-(-total // limit),
-        staging_needed_bytes=STAGING_SHARES * corpus.longest * per_dump * num_writers,
+        staging_needed_bytes=staging_needed(corpus.longest, per_dump, num_writers),
         staging_available_bytes=staging,
         tokens_per_second=tokens_per_second,
         hours=_hours_at(corpus.num_tokens * max(0, total - stored) / max(1, total), tokens_per_second),

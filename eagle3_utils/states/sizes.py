@@ -78,6 +78,11 @@ def codec_table(corpus: CorpusNumbers, hidden_size: int, num_aux: int) -> list[d
     return table
 
 
+def staging_needed(longest: int, dump_per_token: int, num_writers: int) -> int:
+    """Bytes a server's staging must have: its groups that write share it, and any may get the longest sample."""
+    return STAGING_SHARES * longest * dump_per_token * num_writers
+
+
 def held_limit(staging_bytes: int, num_open: int) -> int:
     """Bytes of dumps that one of `num_open` open shards may hold: all of them together half of the staging area."""
     return staging_bytes // (2 * num_open)

@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle3_utils.errors import UserError
-from eagle3_utils.runs import sync, try_lock, write_json
+from eagle3_utils.locks import try_lock
+from eagle3_utils.runs import sync, write_json
 from eagle3_utils.states.shards.builders import BuilderProcesses, build_shard, remove_files
 from eagle3_utils.states.shards.ledger import Ledger
 from eagle3_utils.states.shards.recover import recover, shards_on_disk

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import psutil
 
 from eagle3_utils.errors import UserError
+from eagle3_utils.locks import CLOCK_SECONDS, is_same_process
 from eagle3_utils.runs import write_json
 from eagle3_utils.serving.launch import guard
 from eagle3_utils.serving.launch.checks import listeners, port_holder
 
 NONCE_VARIABLE = "EAGLE3_SERVER_NONCE"
 _TERM_SECONDS, _KILL_SECONDS = 1.0, 30.0  # SGLang drains in steps of 5 s; there is nothing to drain
-_CLOCK_SECONDS = 2.0  # by which a process's start, counted from the boot, and the wall clock may differ
 _DUMP_PATTERNS = ("hs-*.safetensors", "hs-*.tmp", "hs-*.error", "handshake*.json", "handshake*.tmp")
 
 
@@ -138,7 +138,7 @@ def stop_orphans(folder: Path) -> list[str]:
 def _launcher_lives(facts: dict) -> bool:
     try:
         started = psutil.Process(facts["launcher_pid"]).create_time()  # moves when the wall clock is set
-        return abs(started - facts["launcher_started"]) <= _CLOCK_SECONDS
+        return abs(started - facts["launcher_started"]) <= CLOCK_SECONDS
     except psutil.NoSuchProcess:
         return False
 
@@ -209,7 +209,7 @@ def _writer_of(handshake: Path) -> int | None:
     """
     try:
         facts = json.loads(handshake.read_text())
-        process, written = psutil.Process(facts["pid"]), facts.get("started", handshake.stat().st_mtime)
-    except (ValueError, LookupError, TypeError, psutil.NoSuchProcess):
+        written = facts.get("started", handshake.stat().st_mtime)
+        return facts["pid"] if is_same_process(facts["pid"], written) else None
+    except (ValueError, LookupError, TypeError):
         return None
-    return process.pid if process.create_time() <= written + _CLOCK_SECONDS else None

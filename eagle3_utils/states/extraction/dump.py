@@ -27,7 +27,7 @@ import xxhash
 
 from eagle3_utils.errors import UserError
 from eagle3_utils.states.shards.sample import StagedSample, UnfitSample, stored_bytes
-from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes, held_limit
+from eagle3_utils.states.sizes import STAGING_SHARES, dump_bytes_per_token, format_bytes, held_limit, staging_needed
 from eagle3_utils.states.store import Sample, StoreMeta, num_open_shards
 
 _DTYPES = {"BF16": torch.bfloat16, "I64": torch.int64}
@@ -174,8 +174,8 @@ def share_staging(
     servers = min((share * writers for share, writers in limits), default=config.staging_max_bytes)
     staging = min(config.staging_max_bytes, servers, free * 9 // 10)
     per_token = dump_bytes_per_token(meta.hidden_size, len(meta.aux_layers))
-    longest = max((len(record.input_ids) for record in records), default=1) * per_token
-    needed = STAGING_SHARES * longest * num_writers
+    longest = max((len(record.input_ids) for record in records), default=1)
+    needed = staging_needed(longest, per_token, num_writers)
     if needed > staging:
         raise UserError(
             f"staging of {format_bytes(staging)} is too small: the longest sample needs {format_bytes(needed)}",
